@@ -72,7 +72,6 @@ from weights import (
     TARGETS,
     ModelFolder,
     WeightReader,
-    files_to_copy,
     nvfp4_tensors,
     save_model,
 )
@@ -361,7 +360,7 @@ def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
 
 
-CODES = {                                        # by --codes of tools/convert.py
+CODES = {                                        # how the codes of a linear are chosen
     "gptq": best_codes,
     "weighted": lambda w, hessian, scale: nvfp4.quantize(w, scale, hessian.diagonal()),
     "search": lambda w, hessian, scale: nvfp4.quantize(w, scale),
@@ -370,11 +369,8 @@ CODES = {                                        # by --codes of tools/convert.p
 
 
 def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
-    """Download and open a 16-bit model. UserError if it is quantized, or if a file beside the
-    weights cannot be copied.
-    """
+    """Download and open a 16-bit model. UserError if it is quantized."""
     folder.download()
-    files_to_copy(folder.path)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if folder.config.get("quantization_config"):
         raise UserError(f"{folder.path}/config.json: has a quantization_config: it is quantized "

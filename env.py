@@ -79,9 +79,6 @@ def one_line(program: str) -> Iterator[None]:
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
                 raise UserError(f"{flag} is given nothing: the argument after it is empty")
         yield
-    except BrokenPipeError:                      # of `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # Python's last flush
-        sys.exit(1)
     except (UserError, Stopped, OSError) as error:
         end_with(f"{program}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:

@@ -4,19 +4,17 @@ Accuracy of a model, with or without an adapter, measured with the sampler and g
     python evaluate.py runs/x                         a run, on the problems that it held out
     python evaluate.py runs/x --limit 0               the same on the full test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
-    python evaluate.py ... --against before.jsonl     compared with another --out, by problem
 
 Answers are greedy by default; --samples N draws N answers per problem, for pass@k and maj@k.
 docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line is a JSON object
-of all of them. --out gets each problem as it finishes. Ctrl-C prints the figures so far, which are
-too high: short answers finish first, and are right more often.
+of all of them. --out gets each problem as it finishes, so after Ctrl-C it has some of them. Their
+accuracy is too high: short answers finish first, and are right more often.
 """
 import argparse
 import dataclasses
 import sys
 import time
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
@@ -26,60 +24,37 @@ from tqdm import tqdm
 
 import lora
 import model as qwen
-import nvfp4
 import rewards
-from files import (
-    UserError,
-    append_lines,
-    counted,
-    errors_name_file,
-    first_line,
-    json_line,
-    read_json,
-    read_rows,
-    write_atomically,
-)
+from files import UserError, append_lines, counted, json_line, read_json, write_atomically
 from harness import config, memory
-from harness.config import Settings
-from harness.setup import choose_device, configure_cpu, refuse_large_rank
-from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, split_problems
+from harness.config import Settings, add_flag, number
+from harness.setup import choose_device, configure_cpu
+from prompts import Tokenizer, digest_of, encode_prompts, split_problems
 from ranks import say
 from sampler import Sampler, Sampling, Sequence, engine_for
 from tasks import plugin
-from tasks.figures import evaluation_figures, paired_figures, sampler_entropy
-from tasks.problems import check_source, has_test_split, load_problems
-from weights import ModelFolder, read_peft, tell_other_conditions, training_conditions
+from tasks.figures import evaluation_figures, sampler_entropy
+from tasks.problems import has_test_split, load_problems
+from weights import ModelFolder, read_peft_config, tell_other_conditions, training_conditions
 
 # -----------------------------------------------------------------------------
 # Flags
 
-def within(kind: type, low: float, high: float):
-    """-> an argparse type: an int or a float from low to high."""
-    def read(text):
-        value = kind(text)
-        if not low <= value <= high:             # so written, it also refuses nan
-            raise argparse.ArgumentTypeError(f"must lie in [{low:g}, {high:g}], got {text}")
-        return value
-    read.__name__ = kind.__name__                # argparse says "invalid int value"
-    return read
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags by which evaluate.py and tools.chat know which model answers, and how."""
+def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
+    """The flags by which evaluate.py and tools.chat know which model answers, and how. style: the
+    default of --prompt-style.
+    """
     add = parser.add_argument
     add("run", nargs="?", help="run folder; its settings become the defaults")
-    add("--model", help="folder, Hugging Face id, or a name such as qwen2.5-7b")
+    add_flag(parser, "model", None, "folder, Hugging Face id, or a name such as qwen2.5-7b")
     add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
-    add("--base", choices=nvfp4.FORMATS, help="format of the linear layers (default: nvfp4; bf16 "
-        "for a folder from tools.convert merge)")
-    add("--thinking", choices=("on", "off"), default="off", help="as in train.py (default: off)")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--memory-gib", type=within(float, 0, 1e9), help="GPU memory for this process, in GiB "
-        "(default: all that is free)")
-    add("--temperature", type=within(float, 0, 1000), help="0: greedy (default: 0, or "
+    add_flag(parser, "base", None, "format of the linear layers (default: nvfp4; bf16 for a folder "
+             "from tools.convert merge)")
+    add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
+    add("--temperature", type=number(float, "[0, 1000]"), help="0: greedy (default: 0, or "
         "0.6 for several answers)")
-    add("--seed", type=within(int, 0, 2e18), default=0, help="random seed of sampling (default: "
-        "0)")
+    for name, default in dict(thinking="off", device=None, memory_gib=None, seed=0).items():
+        add_flag(parser, name, default)
 
 
 def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
@@ -93,15 +68,10 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     args = parser.parse_args()
     run = None
     if args.run:
-        if Path(args.run).is_dir() and not Path(args.run, "run.json").exists():
-            raise UserError(f"{args.run} is not a run, it has no run.json: give a "
-                            "model with --model, an adapter with --adapter")
         run = config.settings_of_run(args.run)
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
-        for name, value in asked.items():
-            if getattr(args, name, "unused") is None and ":" in (value or ""):
-                raise UserError(f"{args.run}/run.json names {config.option(name)} {value}: repeat "
-                                "the flag to run that code, or give it another value")
+        given = [name for name in asked if getattr(args, name, "unused") is not None]
+        config.require_repeated(asked, given, f"{args.run}/run.json")
         parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
                             adapter=run_adapter(args.run, run),
                             max_new_tokens=run.rollout.max_new_tokens, **asked)
@@ -124,27 +94,24 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     parser = argparse.ArgumentParser(usage="evaluate.py [run] [flags], --help lists them",
                                      description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_flags(parser)
+    add_model_flags(parser, "boxed")
     add = parser.add_argument
-    add("--data", help="as in train.py; a data set's test split is used (default: what "
-        "the run held out)")
-    add("--limit", type=within(int, 0, 2e9), help="only the first LIMIT problems; 0: all (default: "
-        "as many as the run held out, or all of --data)")
-    add("--prompt-style", help="as in train.py (default: boxed)")
-    add("--reward", help="module:function, as in train.py, whose mean is reported too; none: "
-        "ignore the run's")
-    add("--samples", type=within(int, 1, 1e5), default=1, help="answers per problem "
+    add_flag(parser, "data", None, "as in train.py; a data set's test split is used (default: what "
+             "the run held out)")
+    add("--limit", type=number(int, "[0, 2e9]"), help="only the first LIMIT problems; 0: all "
+        "(default: as many as the run held out, or all of --data)")
+    add_flag(parser, "reward", None, "module:function, as in train.py, whose mean is reported too; "
+             "none: ignore the run's")
+    add("--samples", type=number(int, "[1, 1e5]"), default=1, help="answers per problem "
         "(default: 1)")
-    add("--top-p", type=within(float, 1e-9, 1), default=0.95, help="nucleus that answers are "
+    add("--top-p", type=number(float, "(0, 1]"), default=0.95, help="nucleus that answers are "
         "sampled from (default: 0.95)")
-    add("--top-k", type=within(int, 0, 2e9), default=0, help="sample from the TOP_K most "
+    add("--top-k", type=number(int, "[0, 2e9]"), default=0, help="sample from the TOP_K most "
         "likely tokens; 0: all (default: 0)")
-    add("--max-new-tokens", type=within(int, 1, 2e9), help="longest answer, in tokens "
-        "(default: 4096, or what the model's positions allow)")
-    add("--max-rows", type=within(int, 1, 32768), default=256, help="answers decoded at a time, "
-        "at most (default: 256)")
+    add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or what "
+             "the model's positions allow)")
+    add_flag(parser, "max_rows", 256, "answers decoded at a time, at most (default: 256)")
     add("--out", help="new .jsonl file that gets every answer with its verdict")
-    add("--against", help="--out of another evaluation to compare with, problem by problem")
     args, run = parse(parser, "boxed")
     if args.reward == "none":
         args.reward = None
@@ -156,16 +123,10 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
         if args.samples > 1:
             raise UserError(f"--samples {args.samples} needs a --temperature above 0")
         args.top_p, args.top_k = 1.0, 0          # greedy ignores the two: the figures say so
-    prompt_function(args.prompt_style)
-    if args.data:
-        check_source(args.data)
-    if args.out:                                 # an hour of sampling later would be too late
-        out = Path(args.out)
-        if out.exists():
-            raise UserError(f"--out {out} exists and is not overwritten")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.touch()
-        out.unlink()
+    if args.out:
+        if Path(args.out).exists():
+            raise UserError(f"--out {args.out} exists and is not overwritten")
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     return args, run
 
 
@@ -180,11 +141,10 @@ def open_model(args: argparse.Namespace) -> tuple[torch.device, str | None, Mode
     weights: load_model() may take an hour to download them. What differs from the adapter's
     training is printed.
     """
-    device, kernels = choose_device(args.device, "auto", args.model)
+    device, kernels = choose_device(args.device, args.model)
     memory.bound(args.memory_gib, device)
     if args.adapter:
-        (rank, _), _ = read_peft(args.adapter)
-        refuse_large_rank(rank, device, f"--adapter {args.adapter}: its rank of {rank}")
+        read_peft_config(args.adapter)
     folder = ModelFolder(args.model)
     args.base = folder.choose_base(args.base)
     if args.adapter:
@@ -207,58 +167,36 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
     """The problems, with prompts: of --data, or those that the run held out; with --limit, the
     test split of the run's data if it has one. args.data becomes where they come from.
 
-    Says which problems they are, and how many of them the run was trained on. UserError if what
-    the run holds out has changed: the end of a file may now be what it was trained on.
+    UserError if what the run holds out has changed: the end of a file may now be what it was
+    trained on.
     """
-    trained_on = held_out = []
-    if run:
-        held = run.data
-        if args.limit is not None and (held.eval_data or has_test_split(held.data)):
-            args.data = args.data or held.eval_data or held.data
-        if ":" in held.prompt_style:             # as it was given: see parse()
-            held = dataclasses.replace(held, prompt_style=args.prompt_style)
-        try:
-            # With the run's --thinking, which decides with which prompts are too long for it.
-            trained_on, held_out = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
-        except UserError as error:               # the file has moved, perhaps
-            if not args.data:
-                raise
-            say(f"cannot tell what {args.run} was trained on: {first_line(error)}")
-        before = read_json(Path(args.run) / "run.json").get("problems_sha256")
-        if not args.data and before != digest_of(trained_on + held_out, held.reward):
-            raise UserError(f"{args.run} was trained on other problems or prompts than "
-                            f"{held.data} has now: choose problems with --data")
-    problems = held_out
+    held = run and run.data
+    if not args.data and args.limit is not None and (held.eval_data or has_test_split(held.data)):
+        args.data = held.eval_data or held.data
     if args.data:
         problems = load_problems(args.data, "test", needs_gold=not args.reward)
-    args.data = args.data or held.eval_data or held.data
+    else:
+        args.data = held.eval_data or held.data
+        if ":" in held.prompt_style:             # as it was given: see parse()
+            held = dataclasses.replace(held, prompt_style=args.prompt_style)
+        # With the run's --thinking, which decides with which prompts are too long for it.
+        trained_on, problems = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
+        before = read_json(Path(args.run) / "run.json").get("problems_sha256")
+        if before != digest_of(trained_on + problems, held.reward):
+            raise UserError(f"{args.run} was trained on other problems or prompts than "
+                            f"{args.data} has now: name problems with --data")
     problems = problems[:args.limit or None]
-    questions = {problem.question for problem in trained_on}
-    known = sum(problem.question in questions for problem in problems)
-    say(f"{counted(len(problems), 'problem')} of {args.data}"
-        + (f"; {args.run} was trained on {known:,} of them" if run else ""))
+    say(f"{counted(len(problems), 'problem')} of {args.data}")
     return encode_prompts(tokenizer, problems, args.prompt_style)
-
-
-def read_results(path: str) -> list[dict]:
-    """Rows of another evaluation's --out. UserError names the line that is not one."""
-    rows = []
-    for number, row in read_rows(Path(path)):
-        known = isinstance(row, dict) and row.get("correct") in (0, 1)
-        if not (known and isinstance(row.get("id"), str) and isinstance(row.get("question"), str)):
-            raise UserError(f"--against {path}:{number}: needs id, question, correct")
-        rows.append(row)
-    return rows
 
 
 # -----------------------------------------------------------------------------
 # Answers
 
 def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
-           reward: plugin.Reward | None) -> tuple[list[dict], float | None]:
-    """-> the rows of the problems that were done, in the order of the problems; the share of idle
-    rows, or None if Ctrl-C came. The rows of a problem are in --out as soon as its last answer is
-    there, and at the end in the order of the problems.
+           reward: plugin.Reward | None) -> tuple[list[dict], float]:
+    """-> the rows of all answers, in the order of the problems; the share of idle rows. The rows of
+    a problem are in --out as soon as its last answer is there.
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
@@ -285,44 +223,33 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
             i = sequence.row // args.samples
             waiting[i].append(sequence)
             if len(waiting[i]) == args.samples:
-                rows = grade(problems[i], sorted(waiting.pop(i), key=lambda one: one.row))
+                done[i] = grade(problems[i], sorted(waiting.pop(i), key=lambda one: one.row))
                 if args.out:
-                    append_lines(Path(args.out), rows)
-                done[i] = rows
+                    append_lines(Path(args.out), done[i])
 
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
                         args.top_p, args.seed)
     prompts = [problem.prompt for problem in problems]
     began = time.perf_counter()
-    idle = None
     # miniters=0: tokens/s is drawn again while no answer ends. disable=None: no bar into a file.
     with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, miniters=0,
               dynamic_ncols=True, disable=None) as bar:
-        with suppress(KeyboardInterrupt):
-            idle = sampler.generate(prompts, args.samples, sampling, progress=progress).idle
+        idle = sampler.generate(prompts, args.samples, sampling, progress=progress).idle
     rows = [row for i in sorted(done) for row in done[i]]
-    if args.out and rows:
+    if args.out:                                 # until now in the order in which they ended
         write_atomically(args.out, "".join(map(json_line, rows)).encode())
     return rows, idle
 
 
 # -----------------------------------------------------------------------------
 
-def figures_of(args: argparse.Namespace, rows: list[dict], others: list | None,
-               whole: bool) -> dict:
-    """Name -> figure. whole: False after Ctrl-C. Then a figure has no interval, since the problems
-    that were done first are not a random sample of all.
-    """
+def figures_of(args: argparse.Namespace, rows: list[dict]) -> dict:
+    """Name -> figure."""
     figures = evaluation_figures(rows, args.samples)
     if args.temperature > 0:
         figures["sampler_entropy"] = sampler_entropy(rows)
     if args.reward:
         figures["mean_reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
-    if others is not None and whole:
-        figures |= paired_figures(rows, others)
-    if not whole:
-        figures = {name: value[0] if isinstance(value, list) else value
-                   for name, value in figures.items()}
     return figures | {"n": len(rows) // args.samples,
                       "tokens": sum(row["length"] for row in rows)}
 
@@ -342,8 +269,7 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
         elif isinstance(value, float):
             share = "@" in name or name in ("format", "truncated", "idle")
             value = f"{100 * value:.1f} %" if share else f"{value:.4g}"
-        if value is not None:                    # `idle`, if Ctrl-C came
-            print(f"{name:15} {value}")
+        print(f"{name:15} {value}")
     if not sys.stdout.isatty():
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         print(json_line({**flags, **figures, **env.provenance(hardware)}), end="")
@@ -354,11 +280,8 @@ def main() -> None:
     with env.one_line("evaluate.py"):
         args, run = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
-        others = read_results(args.against) if args.against else None
         device, kernels, folder, tokenizer = open_model(args)
         problems = problems_of(args, run, tokenizer)
-        if others is not None:                   # UserError if no problem is in both
-            paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
         longest = max(len(problem.prompt) for problem in problems)
         if args.max_new_tokens is None:
             args.max_new_tokens = max(1, min(4096, folder.max_positions - longest))
@@ -369,17 +292,10 @@ def main() -> None:
         before = time.perf_counter()
         rows, idle = answer(args, tokenizer, problems, sampler, reward)
         seconds = time.perf_counter() - before
-        if rows:
-            figures = figures_of(args, rows, others, idle is not None)
-            figures |= {"tokens_per_s": figures["tokens"] / seconds, "idle": idle,
-                        "seconds_sample": seconds, "seconds": time.perf_counter() - began}
-            with errors_name_file("stdout"):
-                print_result(figures, vars(args), device)
-    if idle is None:
-        print(f"evaluate.py: stopped by Ctrl-C after {len(rows) // args.samples} of "
-              f"{len(problems)} problems. Short answers finish first, so the figures are too high",
-              file=sys.stderr)
-        sys.exit(130)
+        figures = figures_of(args, rows) | {"idle": idle, "seconds_sample": seconds,
+                                            "seconds": time.perf_counter() - began}
+        figures["tokens_per_s"] = figures["tokens"] / seconds
+        print_result(figures, vars(args), device)
 
 
 if __name__ == "__main__":

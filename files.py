@@ -13,8 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -106,21 +105,9 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
 
 
 def parse_json(text: str, place: str | Path) -> object:
-    """The value of a JSON text. UserError, naming `place`, if it is not JSON: NaN and Infinity are
-    not, though json.loads takes them, nor is an object with a key twice.
-    """
-    def refuse_constant(name):
-        raise ValueError(f"{name} is not JSON")
-
-    def unique(pairs):
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-            raise ValueError(f"{key!r} is there twice")
-        return value
-
+    """The value of a JSON text. UserError, naming `place`, if it is not JSON."""
     try:
-        return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=unique)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: is not JSON ({first_line(error)})") from None
 
@@ -146,50 +133,15 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
             yield row, end
 
 
-# What a key of a JSON object must hold: in words, as a test, and whether it must be present.
-Rule = tuple[str, Callable[[object], bool], bool]
-
-
-def check_keys(path: str | Path, value: dict, rules: dict[str, Rule]) -> None:
-    """UserError names the first key of the JSON object in `path` that breaks its rule. null counts
-    as absent.
-    """
-    for key, (expected, test, needed) in rules.items():
-        held = value.get(key)
-        try:
-            fits = not needed if held is None else test(held)
-        except (TypeError, AttributeError):      # a test of lists that gets a number, say
-            fits = False
-        if not fits:
-            raise UserError(f"{path}: {key} is {short_repr(held)}, expected {expected}")
-
-
-def whole_number(least: int, most: int) -> tuple[str, Callable]:
-    """Words and test of a rule: an int from `least` to `most`."""
-    return (f"a whole number from {least} to {most:,}",
-            lambda value: type(value) is int and least <= value <= most)         # True is no int
-
-
-def positive_number(most: float) -> tuple[str, Callable]:
-    """Words and test of a rule: a number above 0, at most `most`."""
-    return (f"a number above 0, at most {most:g}",
-            lambda value: type(value) in (int, float) and 0 < value <= most)
-
-
-def equal_to(wanted: object) -> tuple[str, Callable]:
-    """Words and test of a rule: only this value."""
-    return repr(wanted), lambda value: value == wanted
-
-
 # -----------------------------------------------------------------------------
 # Writing
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Writes or replaces a file, whole or not at all. OSError names the file: a full disk, say."""
+    """Writes or replaces a file, whole or not at all."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with errors_name_file(path), open(temporary, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             # Otherwise the rename may reach the disk before the bytes do, and a power cut would
@@ -238,7 +190,7 @@ def must_be_new(out: Path) -> None:
 
 def append_lines(path: Path, values: Iterable) -> None:
     """Appends each value as a line of JSON and waits until the disk has them."""
-    with errors_name_file(path), open(path, "a") as file:
+    with open(path, "a") as file:
         file.writelines(map(json_line, values))
         file.flush()
         os.fsync(file.fileno())
@@ -256,16 +208,3 @@ def sync_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
-
-
-@contextmanager
-def errors_name_file(path: str | Path) -> Iterator[None]:
-    """Within, an OSError names the file."""
-    # Python names it when open() fails, but not when write() does: "No space left on device" alone
-    # would not say on which disk.
-    try:
-        yield
-    except OSError as error:
-        if error.errno and not error.filename:
-            error.filename = str(path)
-        raise

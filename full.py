@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import lora
-from files import UserError
 from model import Qwen
 from nvfp4 import FORMATS, Weight
 from ops import LOGIT_ROWS, add_mm, mm, mm_fp32, softmax_at, token_logprobs
@@ -236,12 +235,3 @@ def save(model: Qwen, master: Tensor, folder: Path) -> None:
                {"trained_from": model.folder.name})
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
-
-
-def check_size(name: str, parameters: float, each: int, limit: float, memory: str) -> None:
-    """UserError if training takes more than `limit` bytes of a memory, `each` for a parameter."""
-    if parameters * each > limit:
-        raise UserError(f"--train full: {name} has {parameters / 1e9:.2f}B parameters, which take "
-                        f"{each} bytes of {memory} each, {parameters * each / 2**30:.1f} GiB, and "
-                        f"there are {limit / 2**30:.1f}: take a smaller model, more memory, or "
-                        "--train lora")

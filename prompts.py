@@ -8,12 +8,9 @@ Complete problems that a run cannot use are left out and counted: the grader can
 or the prompt is too long.
 """
 import hashlib
-import itertools
 import json
 import math
-import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +22,7 @@ from tokenizers import Tokenizer as TokenizerFile
 
 from files import UserError, counted, first_line, read_json, read_text, short_repr
 from ranks import say
-from tasks.answers import can_read, is_equal
+from tasks.answers import can_read
 from tasks.plugin import call_users, load_function
 from tasks.problems import Problem, has_test_split, load_problems
 
@@ -34,55 +31,41 @@ Turn = tuple[str, str]                           # role and text
 # -----------------------------------------------------------------------------
 # The chat template
 
-# For a folder without a template.
-QWEN25 = ("{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen, created by "
-          "Alibaba Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}"
-          "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-          "<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}")
-# Lines of Python that a template may run for one prompt. Qwen3's runs about 700 for each turn.
-MAX_LINES = 2_000_000
-
-
 class ChatTemplate:
     """The chat template of a model's folder: a program in Jinja that writes a conversation as text.
 
     It runs in the sandbox that transformers uses, and gets only the conversation: no tools, no
-    documents, no date, no files. path: the file that it is in, or belongs in. text: None if the
-    folder has no template; render() then uses Qwen2.5's.
+    documents, no date, no files. path: the file that it is in.
     """
 
     def __init__(self, folder: Path):
-        self.path = folder / "tokenizer_config.json"
-        # A link to nothing is there: that is an error.
-        text = read_json(self.path).get("chat_template") if os.path.lexists(self.path) else None
-        if isinstance(text, list) and all(isinstance(one, dict) for one in text):
-            text = {one.get("name"): one.get("template") for one in text}.get("default")
-        jinja = folder / "chat_template.jinja"   # where transformers >= 4.52 puts it
-        if jinja.exists():
-            self.path, text = jinja, read_text(jinja)
-        if not isinstance(text, str | None):
-            raise self.error(f"is {short_repr(text)}, expected a text")
-        self.text = text
+        self.path = folder / "chat_template.jinja"       # where transformers >= 4.52 puts it
+        if self.path.exists():
+            self.text = read_text(self.path)
+        else:
+            self.path = folder / "tokenizer_config.json"
+            self.text = read_json(self.path).get("chat_template")
+        if not isinstance(self.text, str):
+            raise self.error(f"is {short_repr(self.text)}, expected a text")
 
     def error(self, why: str) -> UserError:
         return UserError(f"{self.path}: chat_template {why}")
 
     @cached_property
     def program(self) -> jinja2.Template:
-        return Sandbox().from_string(QWEN25 if self.text is None else self.text)
+        return Sandbox().from_string(self.text)
 
     def render(self, turns: list[Turn], thinking: str) -> str:
         """The text of a conversation, up to where the model's answer begins.
 
-        UserError if the template fails, does not end, leaves out or changes what a system or a user
-        says, or is not of Qwen's chat format. It may shorten earlier answers: Qwen3's cuts off
-        their thinking.
+        UserError if the template fails, leaves out or changes what a system or a user says, or is
+        not of Qwen's chat format. It may shorten earlier answers: Qwen3's cuts off their thinking.
         """
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
-            written = run_limited(self.program.render, messages=messages, tools=None,
-                                  documents=None, add_generation_prompt=True,
-                                  enable_thinking=thinking == "on")
+            written = self.program.render(messages=messages, tools=None, documents=None,
+                                          add_generation_prompt=True,
+                                          enable_thinking=thinking == "on")
         except Exception as error:               # a program of somebody else's may raise any
             raise self.error(f"fails: {first_line(error)}") from None
         if "<|im_start|>" not in written.rpartition("<|im_end|>")[2]:
@@ -96,16 +79,11 @@ class ChatTemplate:
 class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja with the options and functions that transformers gives to a chat template."""
 
-    intercepted_binops = frozenset(["*", "**"])  # 10 ** 10 ** 10 would compute for ever
-
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, undefined=Undefined,
                          extensions=["jinja2.ext.loopcontrols"])
         self.globals["raise_exception"] = self.refuse
         self.filters["tojson"] = self.tojson
-
-    def call_binop(self, context, operator, left, right):
-        self.refuse(f"{operator} is not allowed")
 
     @staticmethod
     def refuse(message):
@@ -121,25 +99,6 @@ class Undefined(jinja2.Undefined):
     printed: as "" it would silently make another prompt of a template that writes, say, the date.
     """
     __str__ = jinja2.Undefined._fail_with_undefined_error
-
-
-def run_limited(function: Callable, **arguments) -> object:
-    """function(**arguments). RuntimeError once it has run MAX_LINES lines of Python: the sandbox
-    limits range(), but a loop within a loop could still run for days.
-    """
-    lines = itertools.count()
-
-    def count(*_):
-        if next(lines) > MAX_LINES:
-            raise RuntimeError(f"does not end within {MAX_LINES:,} lines of Python")
-        return count
-
-    before = sys.gettrace()                      # a debugger's
-    sys.settrace(count)                          # is called before each line
-    try:
-        return function(**arguments)
-    finally:
-        sys.settrace(before)
 
 
 # -----------------------------------------------------------------------------
@@ -187,11 +146,6 @@ class Tokenizer:
         # from the model's own distribution.
         self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
         self.template = ChatTemplate(self.folder)
-        if self.template.text is None:
-            if "<think>" in vocab:
-                raise UserError(f"{self.template.path}: has no chat_template, and with <think> in "
-                                f"{path.name} the model's chat format is not Qwen2.5's")
-            say(f"{self.template.path}: has no chat_template, prompts are those of Qwen2.5")
         self.set_thinking(thinking)
 
     def set_thinking(self, thinking: str) -> None:
@@ -216,15 +170,8 @@ class Tokenizer:
         self.opened = opened[thinking]
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text. UserError for a lone surrogate, which JSON can hold, and
-        which a terminal makes of bytes that are not UTF-8.
-        """
-        try:
-            return self.file.encode(text, add_special_tokens=False).ids
-        except TypeError:
-            half = re.search("[\ud800-\udfff]", text)[0]
-            raise UserError(f"the prompt {short_repr(text)} has {ascii(half)}, half of a character"
-                            ) from None
+        """The token ids of a text."""
+        return self.file.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         """The text of a completion without its end token. Any other control token stays visible,
@@ -343,12 +290,6 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
         example = next(p.answer for p in loaded if not can_read(p.answer))
         say(f"{source}: {counted(unreadable, 'problem')} left out, the grader cannot read the "
             f"answer, such as {example[:60]!r}")
-    golds = {}
-    disagreeing = [p.question for p in readable if not settings.reward and not
-                   is_equal(golds.setdefault((p.system, p.question), p.answer), p.answer)]
-    if disagreeing:
-        say(f"{source}: {counted(len(disagreeing), 'problem')} with the question of another one "
-            f"and another answer, such as {disagreeing[0][:60]!r}")
     most = settings.max_prompt_tokens
     problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)

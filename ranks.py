@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from files import GO_ON, Stopped, UserError, errors_name_file, first_line
+from files import GO_ON, Stopped, UserError, first_line
 
 # This process's number, how many there are, and its number among those of its machine.
 RANK, WORLD, LOCAL_RANK = (int(os.environ.get(name, default)) for name, default in
@@ -45,8 +45,7 @@ TIMEOUT = timedelta(minutes=30)
 def say(text: str) -> None:
     """Prints a line above the progress bar, on rank 0 alone."""
     if RANK == 0:
-        with errors_name_file("stdout"):
-            tqdm.write(text)
+        tqdm.write(text)
 
 
 def join_ranks(device: torch.device) -> None:

@@ -43,6 +43,7 @@ import torch
 import aqn
 import grpo
 from files import counted
+from harness import console
 from harness.config import Optim, Rollout, read_settings
 from harness.folder import claimed, ending_with, signals_wait
 from harness.setup import Progress, Run, begin, prepare
@@ -207,7 +208,7 @@ def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows
     is step 0, and logged with it, else None.
     """
     watching = run.settings.watching
-    run.console.tell(metrics, updates)
+    console.tell(run.settings, metrics, updates)
     best = progress.best
     due = progress.step == run.settings.general.steps or progress.step % watching.eval_every == 0
     if due and not evaluation:
@@ -225,7 +226,7 @@ def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows
 
 def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
            advantages: torch.Tensor, evaluated: list[dict], is_best: bool) -> None:
-    """Writes the step's files and sends its metrics to the tracker.
+    """Writes the step's files.
 
     evaluated: the rows of the step's evaluation, none if it had none.
 
@@ -250,7 +251,6 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
         last = progress.step == run.settings.general.steps
         if last or progress.step % watching.save_every == 0:
             run.folder.save()                                                            # to disk
-    run.tracker.log(metrics)
 
 
 # -----------------------------------------------------------------------------
@@ -269,7 +269,6 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
     sampling = Sampling(rollout.max_new_tokens, run.tokenizer.end_ids, rollout.temperature,
                         seed=seed)
     progress = begin(run)
-    run.console.start_at(progress.step)
     for step in range(progress.step, steps):
         evaluation = evaluate(run, sample, 0) if step == 0 else None         # before training
 
@@ -306,7 +305,6 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         progress = Progress(step + 1, next_cursor, tokens, progress.best)
         progress = conclude(run, sample, progress, metrics, rollouts.rows, advantages, updates,
                             evaluation)
-    run.folder.finish()
 
 
 def main() -> None:
@@ -316,9 +314,8 @@ def main() -> None:
             run = prepare(settings, before)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
-        with run.console:
-            train(run)
-        run.console.farewell(run.folder.path)
+        train(run)
+        console.farewell(settings)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ Not here: what the numbers mean (nvfp4.py, model.py, lora.py), how files become 
 """
 import hashlib
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -48,14 +47,10 @@ from safetensors.torch import load, save, save_file
 import nvfp4
 from files import (
     UserError,
-    check_keys,
-    equal_to,
     first_line,
     new_folder,
-    positive_number,
     read_json,
     short_repr,
-    whole_number,
     write_atomically,
     write_json,
 )
@@ -78,12 +73,6 @@ def hub_id(name: str) -> str:
         raise UserError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b, "
                         "qwen3-8b or Qwen/Qwen2.5-7B-Instruct")
     return name
-
-
-def check_model(name: str | Path) -> None:
-    """UserError unless --model is a folder, or can be an id of the Hugging Face hub."""
-    if not Path(name).is_dir():
-        hub_id(str(name))
 
 
 def resolve(name: str | Path, weights: bool = True) -> Path:
@@ -111,7 +100,6 @@ class ModelFolder:
     """
 
     def __init__(self, name: str | Path):
-        check_model(name)
         self.name = str(name) if Path(name).is_dir() else hub_id(str(name))
         self.path = resolve(self.name, weights=False)
         self.config = read_config(self.path / "config.json")
@@ -174,26 +162,11 @@ class ModelFolder:
 FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
             "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
 
-# Keys that change what the model computes, and what model.py implements, as files.check_keys()
-# takes it.
-CONFIG_RULES = {
-    "architectures": (f"one of {', '.join(FAMILIES)}, in a list",
-                      lambda value: value in [[name] for name in FAMILIES], True),
-    **{key: (*whole_number(1, 2**31), True) for key in (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "vocab_size")},
-    **{key: (*whole_number(1, 2**31), False) for key in ("head_dim", "max_position_embeddings")},
-    "rms_norm_eps": (*positive_number(1), True),
-    "rope_theta": (*positive_number(1e12), True),
-    "tie_word_embeddings": ("true or false", lambda value: type(value) is bool, False),
-    "hidden_act": (*equal_to("silu"), False),
-    "use_sliding_window": (*equal_to(False), False),
-    "layer_types": ("full_attention in every layer", lambda value: {*value} == {"full_attention"},
-                    False),
-    "rope_scaling": ("null", lambda value: not value, False),
-    "partial_rotary_factor": (*equal_to(1), False),
-    "rope_parameters": ("the default rope_type",
-                        lambda value: value.get("rope_type", "default") == "default", False)}
+# Keys that change what a model computes, and the values that model.py implements. An absent key
+# means the first of them.
+COMPUTED = {"hidden_act": ["silu"], "use_sliding_window": [False], "rope_scaling": [None, {}],
+            "partial_rotary_factor": [1], "layer_types": ["full_attention"],
+            "rope_type": ["default"]}
 
 
 def read_config(path: Path) -> dict:
@@ -201,10 +174,19 @@ def read_config(path: Path) -> dict:
     UserError unless model.py computes this model.
     """
     config = read_json(path)
-    rope = config.get("rope_parameters")
-    if config.get("rope_theta") is None and isinstance(rope, dict):
+    rope = config.get("rope_parameters") or {}
+    if config.get("rope_theta") is None:
         config["rope_theta"] = rope.get("rope_theta")
-    check_keys(path, config, CONFIG_RULES)
+    if config.get("architectures") not in [[name] for name in FAMILIES]:
+        raise UserError(f"{path}: architectures is {short_repr(config.get('architectures'))}, "
+                        f"expected one of {', '.join(FAMILIES)}")
+    flat = config | {"rope_type": rope.get("rope_type", "default")}
+    for key, allowed in COMPUTED.items():
+        values = allowed[0] if flat.get(key) is None else flat[key]
+        for value in values if isinstance(values, list) else [values]:       # of each layer
+            if value not in allowed:
+                raise UserError(f"{path}: {key} is {short_repr(value)}, only "
+                                f"{' or '.join(map(repr, allowed))} is implemented")
     return config
 
 
@@ -224,11 +206,7 @@ class Shards:
         index = self.folder / "model.safetensors.index.json"
         files = ["model.safetensors"]
         if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise UserError(f"{index}: weight_map is {short_repr(weight_map)}, expected an "
-                                "object: tensor name -> file")
-            files = weight_map.values()
+            files = read_json(index)["weight_map"].values()
         # An index leads to files of its own folder only, whatever it says.
         paths = sorted({self.folder / Path(file).name for file in files})
         self.names = {name: path for path in paths for name in self._open(path).keys()}
@@ -442,37 +420,14 @@ def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: P
     # What the source says of its own tensors. transformers 5 writes dtype for torch_dtype.
     for key in ("quantization_config", "calibration", "dtype"):
         config.pop(key, None)
-    companions = files_to_copy(source)
     with new_folder(out) as folder:
-        for file in companions:
-            shutil.copy(file, folder)
+        for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):
+            for file in source.glob(pattern):
+                if file.is_file() and file.name != "model.safetensors.index.json":
+                    shutil.copy(file, folder)
         save_shards(tensors, folder)
         config |= {"torch_dtype": "bfloat16", **(notes or {})}
         write_json(folder / "config.json", config)
-
-
-def files_to_copy(source: Path) -> list[Path]:
-    """The files that a model made from `source` takes over: tokenizer, templates, license.
-
-    UserError for a link that leads out of the folder. A model folder may come from anybody, and
-    its "notes.txt" may be a link to a private file: a copy of that file would be in the new folder,
-    and might be published with it. In the hub's cache every file is a link to one in blobs/; these
-    links are allowed.
-    """
-    homes = [Path(os.path.realpath(source))]
-    if homes[0].parent.name == "snapshots":      # models--NAME/snapshots/COMMIT
-        homes.append(homes[0].parent.parent / "blobs")
-    files = []
-    for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):
-        for file in sorted(source.glob(pattern)):
-            if file.name in ("config.json", "model.safetensors.index.json") or not file.is_file():
-                continue                         # a folder called LICENSES, a link to nothing
-            true = Path(os.path.realpath(file))
-            if not any(true.is_relative_to(home) for home in homes):
-                raise UserError(f"{file}: is a link to {true}, outside of the model's folder, "
-                                "and is not copied: put the file itself there, or remove it")
-            files.append(file)
-    return files
 
 
 def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
@@ -536,23 +491,14 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name:
     write_json(folder / "adapter_config.json", config)
 
 
-# What adapter_config.json must say, as files.check_keys() takes it.
-PEFT_RULES = {
-    "peft_type": (*equal_to("LORA"), True),
-    "r": (*whole_number(1, 2**16), True),
-    "lora_alpha": (*positive_number(1e9), True),
-    "bias": (*equal_to("none"), False),
-    "base_model_name_or_path": ("a text", lambda value: type(value) is str, False),
-    # PiSSA and OLoRA take a part out of the base's weights: their adapters fit only what is left.
-    "init_lora_weights": ("one that keeps the base's weights",
-                          lambda value: value in (True, False, "gaussian", "eva"), False),
-    "target_modules": (f"a list of {', '.join(TARGETS)}", lambda value: {*value} == {*TARGETS},
-                       True)}
-# Other keys that a plain LoRA adapter may have. Each variant of PEFT sets one that is not here:
-# use_rslora, alpha_pattern, modules_to_save, ...
-PLAIN = {"auto_mapping", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
-         "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
-         "task_type"}
+# What adapter_config.json must say where it says something, and other keys that a plain LoRA
+# adapter may have. Each variant of PEFT sets one that is not here: use_rslora, modules_to_save, ...
+PLAIN = {"peft_type": ["LORA"], "bias": ["none"],
+         # PiSSA and OLoRA take a part out of the base's weights: their adapters fit only the rest.
+         "init_lora_weights": [True, "gaussian", "eva"]}
+OTHERS = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
+          "exclude_modules", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
+          "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type"}
 
 
 def read_peft_config(folder: str | Path) -> AdapterShape:
@@ -561,12 +507,14 @@ def read_peft_config(folder: str | Path) -> AdapterShape:
     """
     path = Path(folder) / "adapter_config.json"
     config = read_json(path)
-    check_keys(path, config, PEFT_RULES)
     for key, value in config.items():
-        if value and key not in PLAIN and key not in PEFT_RULES:
+        if value and key not in OTHERS and value not in PLAIN.get(key, []):
             raise UserError(f"{path}: {key} is {short_repr(value)}: no plain LoRA adapter, which "
                             "is all that is read")
-    return AdapterShape(config["r"], config["lora_alpha"])
+    targets = {*config.get("target_modules", ())}
+    if not {"r", "lora_alpha"} <= config.keys() or targets != {*TARGETS}:
+        raise UserError(f"{path}: needs r, lora_alpha, and as target_modules {', '.join(TARGETS)}")
+    return AdapterShape(config["r"], float(config["lora_alpha"]))
 
 
 def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]]:
@@ -580,8 +528,6 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
     except SafetensorError as error:
         raise UserError(f"{file}: is cut off, or not a safetensors file ({error})") from None
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise UserError(f"{file}: {name} is {tensor.dtype}, expected floating-point numbers")
         if not tensor.float().isfinite().all():
             raise UserError(f"{file}: {name} holds NaN or infinity")
     return adapter, tensors
@@ -616,24 +562,16 @@ def read_conditions(adapter: str | Path) -> dict[str, str | None]:
     return read_json(path) if path.exists() else {}
 
 
-def other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> list[str]:
-    """-> a sentence for each condition that differs from those of the adapter's training.
+def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
+    """Says what differs from an adapter's training. That may be intended, but costs accuracy.
 
     conditions: all or some of training_conditions().
     """
-    def told(value):
-        return "none" if value is None else short_repr(value)
-
     trained = read_conditions(adapter)
-    return [f"{adapter} was trained with {key.replace('_', ' ')} {told(trained[key])}, not "
-            f"{told(value)}"
-            for key, value in conditions.items() if trained.get(key, value) != value]
-
-
-def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Says what differs from an adapter's training. That may be intended, but costs accuracy."""
-    for difference in other_conditions(adapter, conditions):
-        say(difference)
+    for key, value in conditions.items():
+        if trained.get(key, value) != value:
+            say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, "
+                f"not {short_repr(value)}")
 
 
 def check_trained_on(adapter: str | Path, model: ModelFolder) -> None:

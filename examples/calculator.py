@@ -106,7 +106,7 @@ def main() -> None:
         with claimed(Path(settings.general.out), before is not None):
             run = prepare(settings, before)
     sample = Turns(run.tokenizer, (lambda text: "") if "--no-results" in sys.argv else calculate)
-    with ending_with(run.folder.save, run.folder.advice), run.console:
+    with ending_with(run.folder.save, run.folder.advice):
         train.train(run, sample)
     answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]
     for step in (0, settings.general.steps - 1):

@@ -16,4 +16,3 @@ TWINS = (kernels.attend_spans, kernels.attend_spans_backward, kernels.merge,    
 ON_GPU.update({twin.__name__: twin for twin in TWINS})
 ON_GPU["pack"] = marlin_fp4.pack                 # nvfp4.fuse: the codes in the order of the kernels
 ON_GPU["GraphEngine"] = decode.GraphEngine       # sampler.engine_for: decode steps as CUDA graphs
-ON_GPU["check_rank"] = decode.check_rank         # harness/setup.py: which adapters fit those kernels

@@ -2,7 +2,7 @@
 The settings of a run: names, defaults, allowed values, and where each default comes from.
 
 Every field of the dataclasses below is a flag of train.py: `Rollout.group_size` is `--group-size`.
-To add a setting, add a field.
+To add a setting, add a field. The other programs take their flags from here too (add_flag).
 
     settings, before = read_settings()           # from sys.argv; before: the run that is resumed
     settings.rollout.group_size                  # 8
@@ -12,7 +12,7 @@ Settings never change once they are made. A file of settings is JSON, flag name 
 
     the field's default
     FULL_DEFAULTS                   with --train full
-    TINY_DEFAULTS                   if the model that results is the bundled one
+    TINY_DEFAULTS                   without --model: the bundled one
     --config FILE, or --resume      a recipe or another run's run.json; the run.json in --out
     the command line
 
@@ -25,18 +25,16 @@ the authors' code (NVlabs/QeRL).
 """
 import argparse
 import dataclasses
-import importlib.util
 import re
-import types
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import aqn
 import grpo
 import nvfp4
-from files import UserError, read_json, short_repr
+from files import UserError, read_json
 from prompts import STYLES
 from tasks.problems import SUFFIXES
 from weights import read_peft_config
@@ -50,6 +48,8 @@ def setting(default, text: str, allowed: str = "", choices=None, place: bool = F
     allowed: an interval as in mathematics, "(0, 1]"; choices: the allowed values. place: the
     setting belongs to the machine or the folder of a run, so no file holds it.
     """
+    if default is not None and "(default:" not in text:
+        text += f" (default: {default})"
     about = {"help": text, "allowed": allowed, "choices": choices, "place": place}
     return dataclasses.field(default=default, metadata=about)
 
@@ -73,8 +73,8 @@ class General:
 @dataclass(frozen=True)
 class Model:
     """model and adapter"""
-    model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b; "
-                         "tiny: the bundled model, with defaults of its own (default: tiny)")
+    model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
+                         "(default: the bundled model, with defaults of its own)")
     train: str = setting("lora", "lora: an adapter on frozen weights; full: every weight of a "
                          "16-bit model, by default with --base bf16 and --lr 1e-5",
                          choices=("lora", "full"))
@@ -84,8 +84,7 @@ class Model:
         "problems, and save the weights in OUT/base; 0: off (default: 128 when a 16-bit model "
         "is converted to NVFP4 on a GPU, else 0)", "[0, 1e5]")
     lora_rank: int = setting(32, "rank of the LoRA adapter", "[1, 65536]")
-    lora_alpha: float = setting(32, "scale the adapter by alpha / rank",
-                                "(0, 1e9]")
+    lora_alpha: float = setting(32.0, "scale the adapter by alpha / rank", "(0, 1e9]")
     adapter: str | None = setting(None, "PEFT folder to start from, which also sets rank and "
                                   "alpha")
 
@@ -117,7 +116,7 @@ class Rollout:
     max_new_tokens: int = setting(512, "longest answer, in tokens; problems harder than GSM8K "
                                   "need more (paper: 4096)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
-                                 "(Table 4)", "(0, 1000]")
+                                 "(Table 4)", "[0.001, 1000]")
     max_rows: int | None = setting(None, "answers decoded at a time, at most (default: 512 if "
                                    "they fit, else 256)", MAX_ROWS)
 
@@ -127,9 +126,9 @@ class Noise:
     """adaptive quantization noise (AQN)"""
     sigma_start: float = setting(0.0, "standard deviation (sigma) of the noise in the first noisy "
                                  "stage (paper: 1e-2); 0: no noise", "[0, 10]")
-    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "[0, 10]")
+    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "(0, 10]")
     noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
-                                AT_LEAST_1)
+                                "[2, 2e9]")
     noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
 
 
@@ -176,7 +175,7 @@ class Optim:
                                        AT_LEAST_1)
     max_grad_norm: float = setting(0.2, "clip the gradient to this norm", "(0, 1e9]")
     weight_decay: float = setting(0.0, "AdamW's weight decay of the adapter (release: 0.1)",
-                                  "[0, 1e9]")
+                                  "[0, 1]")
 
 
 @dataclass(frozen=True)
@@ -197,9 +196,6 @@ class Watching:
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
     keep: int | None = setting(None, "keep the adapter of every KEEPth step, and the best one, in "
                                "OUT/adapters", AT_LEAST_1, place=True)
-    report_to: str | None = setting(
-        None, "also send the metrics to this tracker; needs its Python package",
-        choices=("trackio", "wandb"), place=True)
 
 
 @dataclass(frozen=True)
@@ -228,10 +224,6 @@ class Settings:
             return section(**{name: values[name] for name in names if name in values})
         return cls(*(made(field.type) for field in dataclasses.fields(cls)))
 
-    def replace(self, **values) -> "Settings":
-        """A copy with these values."""
-        return Settings.of(self.flat() | values)
-
 
 FIELDS = {field.name: field for section in dataclasses.fields(Settings)
           for field in dataclasses.fields(section.type)}
@@ -251,53 +243,67 @@ FULL_DEFAULTS = dict(base="bf16", lr=1e-5)
 # -----------------------------------------------------------------------------
 # From the command line and from files
 
-class Help(argparse.HelpFormatter):
-    """Adds each flag's default to its help, unless the text has one."""
+def number(kind: type, interval: str) -> Callable[[str], float]:
+    """-> an argparse type: an int or a float in an interval, written as in mathematics: "(0, 1]".
+    """
+    low, high = map(float, interval[1:-1].split(","))
 
-    def _get_help_string(self, action):
-        # By identity: 0 is a default, and equals False.
-        no_default = any(action.default is nothing for nothing in (None, False, argparse.SUPPRESS))
-        told = no_default or not action.option_strings or "(default:" in action.help
-        return action.help + ("" if told else " (default: %(default)s)")
+    def read(text):
+        value = kind(text)
+        inside = low < value < high or (value == low and interval[0] == "[") \
+            or (value == high and interval[-1] == "]")
+        if not inside:                           # NaN is in none
+            raise argparse.ArgumentTypeError(f"must lie in {interval}, got {text}")
+        return value
+    read.__name__ = kind.__name__                # argparse says "invalid int value"
+    return read
 
 
 def type_of(field: dataclasses.Field) -> type:
     """int for a field of type int, and for one of type int | None."""
-    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else [field.type]
-    return kinds[0]
+    return (*typing.get_args(field.type), field.type)[0]
+
+
+def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argparse.SUPPRESS,
+             text: str | None = None) -> None:
+    """Adds the flag of a setting, with its type, range and choices; a program may have a default
+    and a help text of its own. SUPPRESS: the parser returns it only if it is given.
+    """
+    field = FIELDS[name]
+    about, kind = field.metadata, type_of(field)
+    parser.add_argument(option(name), default=default, help=text or about["help"],
+                        type=number(kind, about["allowed"]) if about["allowed"] else kind,
+                        choices=about["choices"] and list(about["choices"]))
+
+
+def add_flags(parser: argparse.ArgumentParser, places: bool) -> None:
+    """Adds the flags of all settings, each class under its docstring as a title. places False:
+    without those of `place`.
+    """
+    for section in dataclasses.fields(Settings):
+        group = parser.add_argument_group(section.type.__doc__)
+        for field in dataclasses.fields(section.type):
+            if places or not field.metadata["place"]:
+                add_flag(group, field.name)
 
 
 def new_parser() -> argparse.ArgumentParser:
-    """The parser of train.py: --config, --resume and a flag for every field of Settings."""
+    """The parser of train.py: --config, --resume and a flag for every setting."""
     tiny = ", ".join(f"{option(name)} {value}" for name, value in TINY_DEFAULTS.items())
     parser = argparse.ArgumentParser(
         description="GRPO/DAPO of a Qwen2.5 or Qwen3 model: frozen 4-bit weights, LoRA, AQN.",
-        usage="train.py [flags], --help lists them", allow_abbrev=False, formatter_class=Help,
+        usage="train.py [flags], --help lists them", allow_abbrev=False,
         epilog=f"Other defaults of the bundled model: {tiny}.")
     parser.add_argument("--config", metavar="FILE", help="a .json file of settings, whose values "
                         "become the defaults: recipes/paper.json, or the run.json of another run")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its "
                         "newest intact checkpoint, with its settings")
-    for section in dataclasses.fields(Settings):
-        add_section(parser, section.type)
+    add_flags(parser, places=True)
     return parser
 
 
-def add_section(parser: argparse.ArgumentParser, section: type) -> None:
-    """Adds a flag for every field of a dataclass of settings, under its docstring as a title."""
-    group = parser.add_argument_group(section.__doc__)
-    for field in dataclasses.fields(section):
-        choices = field.metadata["choices"]
-        how = {"type": type_of(field), "choices": choices and list(choices)}
-        group.add_argument(option(field.name), default=field.default, help=field.metadata["help"],
-                           **how)
-
-
-# Flags that do nothing where --sigma-start is 0.
-NOISE_FLAGS = {field.name for field in dataclasses.fields(Noise)} - {"sigma_start"}
 # What a run.json holds besides settings.
-NO_SETTINGS = {"about", "resumed", "ended", "problems_sha256", "weights_sha256", "memory_plan",
-               "calibrate_by_default"}
+NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "memory_plan"}
 # The settings that may name a function of the user's.
 NAME_FUNCTIONS = "prompt_style", "reward"
 # Paths that may differ when a run is resumed: problems_sha256 and weights_sha256 compare the
@@ -308,92 +314,55 @@ MAY_MOVE = "model", "data", "eval_data"
 def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     """-> the settings of a run and, if it is resumed, the content of its run.json, else None.
 
-    --calibrate may still be None: its default depends on model and device, and setup.prepare()
-    decides it. UserError for a setting that is not allowed.
+    UserError for a setting that is not allowed.
     """
-    given = given_flags(new_parser(), ["config", "resume", *FIELDS], argv)
-    path, resume = given.pop("config", None), given.pop("resume", False)
-    if resume and path:
-        raise UserError(f"--config {path}: --resume takes the settings of the run in --out, give "
-                         "one of the two")
-    if resume and "out" not in given:
-        raise UserError("--resume needs --out, the folder of the run")
+    given = vars(new_parser().parse_args(argv))
+    path, resume = given.pop("config"), given.pop("resume")
+    if resume and (path or "out" not in given):
+        raise UserError("--resume takes the settings of the run in --out: give --out, and no "
+                        "--config")
     if resume:
         path = Path(given["out"]) / "run.json"
     file = read_json(Path(path)) if path else {}
-    bundled = is_bundled(given.get("model", file.get("model")))
     held = settings_in(file, path)
     given = with_absolute_paths(given)
     require_repeated(held, given.keys(), path)
     if resume:
-        check_resumed(given, held, path)
-    elif file.get("calibrate_by_default"):       # decided for that run's model and device
-        held.pop("calibrate", None)
-
+        check_resumed(given, file, held, path)
+    named = held | given
     values = Settings().flat()
-    if given.get("train", held.get("train")) == "full":
+    if named.get("train") == "full":
         values |= FULL_DEFAULTS
-        refuse_adapter_flags(given)
-    if bundled:
+    if "model" not in named:
         values |= TINY_DEFAULTS
-    values |= held | given
-    if bundled:
-        values["model"] = str(TINY_MODEL)
+    values |= named
     if values["adapter"] and not resume:
         values |= shape_of(values["adapter"], given)
-    if not values["sigma_start"] and not resume:
-        for name in sorted(NOISE_FLAGS & given.keys()):
-            if given[name]:                      # --sigma-end 0 says the same as --sigma-start 0
-                raise UserError(f"{option(name)} {given[name]}: --sigma-start is 0, so there is "
-                                 "no noise")
+    for name in sorted(vars(Noise()).keys() & given.keys()):
+        if given[name] and not values["sigma_start"] and not resume:
+            raise UserError(f"{option(name)} {given[name]}: --sigma-start is 0, so there is no "
+                            "noise")
     settings = Settings.of(values | {"out": str(run_folder(values))})
-    check_settings(settings)
+    check_together(settings)
     return settings, file if resume else None
 
 
-def given_flags(parser: argparse.ArgumentParser, names: list[str], argv: list | None = None
-                ) -> dict:
-    """Name and value of each of these flags that is on the command line, without defaults."""
-    absent = object()
-    values = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, absent))))
-    return {name: values[name] for name in names if values[name] is not absent}
+class FileParser(argparse.ArgumentParser):
+    """Reads a file's settings as if they were flags."""
 
-
-def is_bundled(model: str | None) -> bool:
-    """Whether --model means the bundled model with its defaults: if it is absent, or "tiny" and the
-    working directory has no other folder of that name. A path is a folder like any other.
-    """
-    if model != "tiny":
-        return model is None
-    return not Path(model).is_dir() or Path(model).resolve() == TINY_MODEL.resolve()
+    def error(self, message):
+        raise UserError(f"{self.prog}: {message}")
 
 
 def settings_in(file: dict, path: str | Path | None) -> dict:
     """The settings in a file's content. UserError names a key that is not a setting, or a value
-    that its flag could not give; ranges are checked later.
+    that its flag could not have.
     """
-    for name, value in file.items():
-        if name in NO_SETTINGS:
-            continue
-        if name not in FIELDS:
-            raise UserError(f"{path}: {name} is not a setting of train.py")
-        if FIELDS[name].metadata["place"]:
-            raise UserError(f"{path}: {option(name)} belongs to the machine or the folder, give "
-                             "it on the command line")
-        if not can_hold(FIELDS[name], value):
-            raise UserError(f"{path}: {name} is {short_repr(value)}, which {option(name)} cannot "
-                             "be")
-    return with_absolute_paths({name: file[name] for name in FIELDS if name in file})
-
-
-def can_hold(field: dataclasses.Field, value) -> bool:
-    """Whether a setting can have this value from a JSON file, ranges aside."""
-    if value is None:
-        return field.default is None
-    kind = type_of(field)
-    choices = field.metadata["choices"]
-    return type(value) in ((int, float) if kind is float else (kind,)) \
-        and (not choices or value in choices)
+    parser = FileParser(prog=str(path), add_help=False, allow_abbrev=False)
+    add_flags(parser, places=False)
+    flags = [f"{option(name)}={value}" for name, value in file.items()
+             if name not in NO_SETTINGS and value is not None]
+    return with_absolute_paths(vars(parser.parse_args(flags)))
 
 
 def require_repeated(held: dict, given: Collection[str], path: str | Path | None) -> None:
@@ -404,8 +373,8 @@ def require_repeated(held: dict, given: Collection[str], path: str | Path | None
     """
     for name in NAME_FUNCTIONS:
         if ":" in (held.get(name) or "") and name not in given:
-            raise UserError(f"{path}: names a function, {option(name)} {held[name]}: give this flag "
-                             "too, if that is what shall run")
+            raise UserError(f"{path}: names a function, {option(name)} {held[name]}: repeat the "
+                            "flag to run that code, or give it another value")
 
 
 def flags_to_repeat(held: dict) -> list[str]:
@@ -414,22 +383,13 @@ def flags_to_repeat(held: dict) -> list[str]:
             for word in (option(name), held[name])]
 
 
-def refuse_adapter_flags(given: dict) -> None:
-    """UserError for a flag that shapes an adapter, beside --train full."""
-    for name in ("lora_rank", "lora_alpha"):
-        if name in given:
-            raise UserError(f"{option(name)} {given[name]}: --train full trains the weights "
-                            "themselves, without an adapter")
-
-
 def shape_of(adapter: str, given: dict) -> dict:
     """Rank and alpha of --adapter, which become the run's. UserError if a flag gives others."""
-    found = read_peft_config(adapter)
-    shape = {"lora_rank": found.lora_rank, "lora_alpha": found.lora_alpha}
+    shape = read_peft_config(adapter)._asdict()
     for name, value in shape.items():
-        if name in given and given[name] != value:
+        if given.get(name, value) != value:
             raise UserError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
-                             "run takes over its adapter's rank and alpha")
+                            "run takes over its adapter's rank and alpha")
     return shape
 
 
@@ -459,7 +419,7 @@ def settings_of_run(folder: str | Path) -> Settings:
     held = settings_in(read_json(path), path)
     if not {"model", "base"} <= held.keys():
         raise UserError(f"{path}: has no model or no base")
-    if held.get("calibrate"):
+    if path.with_name("base").exists():
         held["model"] = str(path.with_name("base"))
     if held.get("train") == "full":
         held["model"] = str(path.with_name("model"))
@@ -473,85 +433,33 @@ def run_folder(values: dict) -> Path:
     return Path(values["out"] or "runs/" + re.sub(r"[^\w.-]+", "-", "-".join(parts)))
 
 
-# -----------------------------------------------------------------------------
-# Which values are allowed
-
-def lies_in(value: float, interval: str) -> bool:
-    """Whether a value is in an interval, written as in mathematics: "(0, 1]". NaN is in none."""
-    low, high = map(float, interval[1:-1].split(","))
-    return low < value < high or (value == low and interval[0] == "[") \
-        or (value == high and interval[-1] == "]")
-
-
-def check_ranges(section) -> None:
-    """UserError names the first setting of a section that is outside of its interval."""
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        allowed = field.metadata["allowed"]
-        if value is not None and allowed and not lies_in(value, allowed):
-            raise UserError(f"{option(field.name)} must lie in {allowed}, got {value}")
-
-
-def check_settings(settings: Settings) -> None:
-    """UserError names the first setting that is not allowed, alone or together with another."""
-    for section in dataclasses.fields(settings):
-        check_ranges(getattr(settings, section.name))
-    model, rollout, noise, optim = (settings.model, settings.rollout, settings.noise,
-                                    settings.optim)
-    if noise.sigma_start and not 0 < noise.sigma_end <= noise.sigma_start:
+def check_together(settings: Settings) -> None:
+    """UserError for settings that are not allowed together."""
+    model, rollout, noise = settings.model, settings.rollout, settings.noise
+    updates = settings.optim.updates_per_rollout
+    if 0 < noise.sigma_start < noise.sigma_end:
         raise UserError(f"--sigma-end must lie in (0, {noise.sigma_start}], the --sigma-start, "
-                         f"got {noise.sigma_end}")
-    if optim.lr * optim.weight_decay >= 1:
-        raise UserError(f"--weight-decay {optim.weight_decay} x --lr {optim.lr} must be below 1: "
-                         "an update takes that share of a weight away")
-    if rollout.prompts_per_step * rollout.group_size > 2**20:
-        raise UserError(f"--prompts-per-step {rollout.prompts_per_step} x --group-size "
-                         f"{rollout.group_size} is more than a step can hold ({2**20})")
-    if optim.updates_per_rollout > rollout.prompts_per_step:
-        raise UserError("--updates-per-rollout must lie in 1..--prompts-per-step, which is "
-                         f"{rollout.prompts_per_step}, got {optim.updates_per_rollout}")
+                        f"got {noise.sigma_end}")
+    if updates > rollout.prompts_per_step:
+        raise UserError("--updates-per-rollout must lie in [1, --prompts-per-step], which is "
+                        f"{rollout.prompts_per_step}, got {updates}")
     if model.calibrate and model.base != "nvfp4":
         raise UserError(f"--calibrate {model.calibrate} is for NVFP4, --base is {model.base}")
-    if model.train == "full":
-        check_full(settings)
-    tracker = settings.watching.report_to
-    if tracker and importlib.util.find_spec(tracker) is None:
-        raise UserError(f"--report-to {tracker} needs pip install {tracker}")
-    if noise.sigma_start and noise.noise_stages == 1:
-        raise UserError("--noise-stages 1: the first stage has no noise, so --sigma-start "
-                         f"{noise.sigma_start} would have no effect")
-    if optim.lr_schedule == "constant" and optim.warmup > 0.75:
-        raise UserError(f"--warmup {optim.warmup}: with --lr-schedule constant the rate falls from "
-                         "three quarters of the run on, take at most 0.75")
-    if rollout.temperature < 1e-3:
-        raise UserError(f"--temperature {rollout.temperature}: the likeliest token would always be "
-                         "drawn, take at least 0.001")
+    if model.train == "full" and (model.base != "bf16" or model.adapter
+                                  or settings.objective.kl_beta):
+        raise UserError("--train full trains the 16-bit weights themselves and keeps no copy of "
+                        "them: it takes neither a 4-bit --base, nor an --adapter (merge it first: "
+                        "tools.convert), nor a --kl-beta")
 
 
-def check_full(settings: Settings) -> None:
-    """UserError for what --train full does not go with."""
-    model, kl_beta = settings.model, settings.objective.kl_beta
-    if model.base != "bf16":
-        raise UserError(f"--train full needs --base bf16, got {model.base}: an update is smaller "
-                        "than the steps of 4-bit weights")
-    if model.adapter:
-        raise UserError(f"--adapter {model.adapter}: --train full trains the weights themselves; "
-                        "merge the adapter first (tools.convert merge), and give that as --model")
-    if kl_beta:
-        raise UserError(f"--kl-beta {kl_beta}: --train full keeps no copy of the model before "
-                        "training, which a KL term compares with")
-
-
-def check_resumed(given: dict, held: dict, path: Path) -> None:
+def check_resumed(given: dict, file: dict, held: dict, path: Path) -> None:
     """UserError unless run.json has all settings of a run, and no flag has another value than it.
-    Only --steps may grow, and MAY_MOVE.
+    Only --steps may grow, and MAY_MOVE. file: run.json's content, held: the settings in it.
     """
-    for name, field in FIELDS.items():
-        if field.metadata["place"]:
-            continue
-        if name not in held:
+    for name in without_places(FIELDS):
+        if name not in file:
             raise UserError(f"{path}: has no {name}, so it is not what a run wrote")
-        grows = name == "steps" and given.get(name, 0) > held[name]
-        if given.get(name, held[name]) != held[name] and not grows and name not in MAY_MOVE:
-            raise UserError(f"--resume: {option(name)} is {given[name]!r}, the run had "
-                             f"{held[name]!r}")
+        had = held.get(name)
+        grows = name == "steps" and given.get(name, had) > had
+        if given.get(name, had) != had and not grows and name not in MAY_MOVE:
+            raise UserError(f"--resume: {option(name)} is {given[name]!r}, the run had {had!r}")

@@ -162,13 +162,12 @@ def claim(folder: Path, resume: bool) -> None:
     if fcntl:
         # The lock belongs to the open handle, which therefore stays open on purpose. The system
         # drops the lock whenever the process ends, so unlike a lock file it cannot be left over.
-        handle = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out {folder}: another run is writing there") from None
         except OSError:                          # a file system without locks
-            os.close(handle)
+            pass
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = ", or --resume it" if "run.json" in found else ""
@@ -314,8 +313,7 @@ class RunFolder:
         if counters:
             for name, t in self.checkpoints.tensors.items():
                 self.live[name].copy_(broadcast(t))
-            if not run_json.get("ended"):        # a kill may have come between state and adapter/
-                self.save()
+            self.save()                          # a kill may have come between state and adapter/
         return counters
 
     def log(self, name: str, objects: list[dict]) -> None:
@@ -350,11 +348,6 @@ class RunFolder:
         self.run_json = self.run_json | changes
         if RANK == 0:
             write_json(self.path / "run.json", self.run_json)
-
-    def finish(self) -> None:
-        """Notes down when the run came to its end, unless that is known."""
-        if not self.run_json.get("ended"):
-            self.note(ended=env.now())
 
     def advice(self, then: str) -> str:
         """-> the last part of the message with which a run ends: how it can go on, "" if it cannot.

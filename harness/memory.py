@@ -42,19 +42,20 @@ and the learner's tokens cost hardly more than beside 256 (MORE_ROWS_MAY_COST), 
 
 A run that cannot fit is refused at one of two places. check_size() compares the model with the card
 by arithmetic, before the model is downloaded and read. Plan measures the rest, before the first
-step. Both say which flags help, beginning with those that change a run least.
+step. Both name the flags that help.
 """
 import math
-import sys
 from functools import cached_property
-from typing import Callable, Collection, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from files import UserError
+from harness.config import Model
 from learner import Learner
 from lora import Linear
 from model import ModelConfig
+from ranks import say
 from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
@@ -72,9 +73,7 @@ EXPANSION_TOKENS = 240
 GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
-# The share of the limit that is lost between torch's segments. On Linux they can grow, which
-# env.py asks for.
-FRAGMENTS = 0.03 if sys.platform == "linux" else 0.06
+FRAGMENTS = 0.03                                       # of the limit; torch's segments can grow
 
 
 # Bits of a weight in each of nvfp4.FORMATS, scales included.
@@ -97,22 +96,21 @@ class Option(NamedTuple):
     """
     pool_lack: float              # bytes missing for a quarter of the useful pool, 0 if it fits
     forwards: float               # what a token of the learner costs, in forwards through the model
+    max_rows: int
     micro_batch_tokens: int
     micro_batch: float            # bytes
     pool: float                   # bytes
+    pool_is_whole: bool           # max_rows sequences of full length fit
     kept_layers: int              # how many layers keep their activations
+    free: float                   # bytes that were divided
 
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
     """Limit torch to its part of the process's memory_gib; None: no limit. Call it before the first
-    allocation. UserError if that is more than the GPU has or too little for CUDA itself, or if the
-    device is not a GPU.
+    allocation. UserError if that is more than the GPU has or too little for CUDA itself.
     """
-    if memory_gib is None:
+    if memory_gib is None or device.type != "cuda":
         return
-    if device.type != "cuda":
-        raise UserError(f"--memory-gib {memory_gib:g} bounds the memory of a GPU, --device is "
-                         f"{device}")
     total = torch.cuda.get_device_properties(device).total_memory
     if not CUDA_CONTEXT < memory_gib * GIB <= total:
         raise UserError(f"--memory-gib {memory_gib}: must lie between {CUDA_CONTEXT / GIB} and "
@@ -120,58 +118,37 @@ def bound(memory_gib: float | None, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction((memory_gib * GIB - CUDA_CONTEXT) / total, device)
 
 
-def model_bytes(config: ModelConfig, base: str, rank: int,
-                kept: Collection[str] = ()) -> tuple[float, int]:
+def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
     """What the weights of a model take, and its adapter in training, in bytes. Norms and biases, a
     thousandth of that, are left out.
-
-    kept: names of linears that are in 16 bits whatever `base` is, as `ignore` of an NVFP4 folder's
-    config.json has them.
     """
     c = config
     heads = c.heads * c.head_dim
     kv_heads = c.kv_heads * c.head_dim
-    linears = {"q_proj": (heads, c.width), "k_proj": (kv_heads, c.width),
-               "v_proj": (kv_heads, c.width), "o_proj": (c.width, heads),
-               "gate_proj": (c.feed_forward, c.width), "up_proj": (c.feed_forward, c.width),
-               "down_proj": (c.width, c.feed_forward)}
-    in_16_bits = sum(math.prod(linears.get(name.split(".")[-1], (0,))) for name in kept)
-    of_base = c.layers * sum(n * k for n, k in linears.values()) - in_16_bits
+    linears = [(heads, c.width), (kv_heads, c.width), (kv_heads, c.width), (c.width, heads),
+               (c.feed_forward, c.width), (c.feed_forward, c.width), (c.width, c.feed_forward)]
     embeddings = (2 - c.tied) * c.vocab * c.width
-    weights = of_base * BITS[base] / 8 + 2 * (in_16_bits + embeddings)
-    parameters = c.layers * sum(rank * (n + k) for n, k in linears.values())
+    weights = c.layers * sum(n * k for n, k in linears) * BITS[base] / 8 + 2 * embeddings
+    parameters = c.layers * sum(rank * (n + k) for n, k in linears)
     return weights, Learner.state_bytes(parameters, torch.bfloat16)
 
 
-def check_size(name: str, config: ModelConfig, base: str, rank: int, limit: float,
-               kept: Collection[str] = ()) -> None:
-    """UserError if weights and adapter alone exceed `limit` bytes of a GPU's memory. kept: as in
-    model_bytes().
+def check_size(wanted: Model, config: ModelConfig, limit: float) -> None:
+    """UserError if weights and adapter alone, or all weights in training, exceed `limit` bytes of a
+    GPU's memory.
     """
-    weights, adapter = model_bytes(config, base, rank, kept)
-    if weights + adapter + CUDA_CONTEXT <= limit:
-        return
-    helps = []
-    if base == "bf16":
-        helps.append(("--base nvfp4", weights - model_bytes(config, "nvfp4", rank)[0]))
-    if rank > 1:
-        helps.append((f"--lora-rank {rank // 2}", adapter / 2))
-    raise UserError(f"--model {name}: its {base} weights take {weights / GIB:.1f} GiB, an adapter "
-                     f"of rank {rank} in training {adapter / GIB:.1f} and CUDA "
-                     f"{CUDA_CONTEXT / GIB:.1f}, and there are {limit / GIB:.1f} GiB: "
-                     + advice(helps))
-
-
-def advice(helps: list[tuple[str, float | None]]) -> str:
-    """"take --lora-rank 16 (1.2 GiB less), or a smaller model or a larger card".
-
-    helps: (flag and value, bytes that it frees or None) in the order in which to try them. What
-    frees less than 0.05 GiB is left out.
-    """
-    flags = [flag if freed is None else f"{flag} ({freed / GIB:.1f} GiB less)"
-             for flag, freed in helps if freed is None or freed > GIB / 20]
-    flags = [", then ".join(flags)] if flags else []
-    return f"take {', or '.join([*flags, 'a smaller model or a larger card'])}"
+    weights, adapter = model_bytes(config, wanted.base, wanted.lora_rank)
+    parts = {f"its {wanted.base} weights": weights,
+             f"an adapter of rank {wanted.lora_rank} in training": adapter, "CUDA": CUDA_CONTEXT}
+    if wanted.train == "full":
+        parameters = weights / torch.bfloat16.itemsize
+        parts = {"all weights in training": Learner.state_bytes(parameters, torch.bfloat16),
+                 "CUDA": CUDA_CONTEXT}
+    if sum(parts.values()) > limit:
+        taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        raise UserError(f"--model {wanted.model} takes more than the {limit / GIB:.1f} GiB that "
+                        f"there are: {taken}. Take --base nvfp4, a smaller --lora-rank, a smaller "
+                        "model or a larger card")
 
 
 def free_memory(memory_gib: float | None) -> float:
@@ -190,13 +167,13 @@ class Plan:
     model: with its adapter, after its Learner was made, which allocates all that it keeps.
     prompt_tokens, new_tokens: of the longest row. answers: most that there are to decode.
     with_reference: whether the learner computes the log-probs of the model without its adapter too.
-    say: is called with each line of the table. UserError names the flag to change where nothing
-    fits.
+    UserError if nothing fits.
     """
 
     def __init__(self, model: torch.nn.Module, limits: Limits, prompt_tokens: int, new_tokens: int,
-                 answers: int, say: Callable[[str], None], with_reference: bool = False):
+                 answers: int, with_reference: bool = False):
         self.model = model
+        self.limits = limits
         self.with_reference = with_reference
         self.measured = {}                       # tokens of a micro-batch -> its bytes
         self.prompt_tokens = prompt_tokens
@@ -207,43 +184,35 @@ class Plan:
             linear.wide_weight()                 # makes their common buffer, so that it is measured
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
-        limit = free_memory(limits.memory_gib)
-        c = model.config
-        kv_token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize   # keys and values
-        # What sampler.allocate_kv asks for, for one sequence of full length.
-        self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
-        self.least_micro_batch = math.inf        # bytes of the smallest that was tried
-        cheapest = math.inf
+        self.limit = free_memory(limits.memory_gib)
         tried = [limits.max_rows] if limits.max_rows else MAX_ROWS
-        for rows in sorted({min(most, answers) for most in tried}):
-            useful_pool = rows * self.row_tokens * kv_token
-            fixed_now = self._fixed(limit, rows)
-            free = limit - sum(fixed_now.values())
-            option = self._best_option(limits, free, useful_pool)
-            fewer_do = (option is None or option.pool < useful_pool
-                        or option.forwards > MORE_ROWS_MAY_COST * cheapest)
-            if cheapest < math.inf and fewer_do:
-                break
-            best, fixed, self.free, self.max_rows = option, fixed_now, free, rows
-            if option is None:
-                break
-            cheapest = option.forwards
-        most_left = self.free - self.least_micro_batch
-        if best is None and limits.kv_gib is not None and most_left >= self.least_pool:
-            raise UserError(f"a KV pool of {limits.kv_gib} GiB does not fit: only "
-                            f"{most_left / GIB:.2f} GiB are left")
+        few, *more = sorted({min(most, answers) for most in tried})
+        best = self._best_option(few)
         if best is None:
-            raise UserError(self._too_large(limits, fixed, limit))
-        left = self.free - best.micro_batch
+            taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self._fixed(few).items())
+            raise UserError(f"rows of {self.row_tokens} tokens do not fit: of "
+                            f"{self.limit / GIB:.1f} GiB {taken} leave too little for a forward "
+                            "and backward and the KV cache: take a smaller --micro-batch-tokens, "
+                            "--max-rows, --max-new-tokens or --lora-rank, a smaller model or a "
+                            "larger card")
+        for rows in more:
+            option = self._best_option(rows)
+            if option and option.pool_is_whole \
+                    and option.forwards <= MORE_ROWS_MAY_COST * best.forwards:
+                best = option
+        self.max_rows = best.max_rows
         self.micro_batch_tokens = best.micro_batch_tokens
         self.pool = best.pool
         self.kept_layers = best.kept_layers
-        table = fixed | {"longest micro-batch": best.micro_batch, "KV pool": best.pool,
-                         "activations": left - best.pool, "together": limit}
+        self.free = best.free
+        left = best.free - best.micro_batch
+        table = self._fixed(best.max_rows) | {
+            "longest micro-batch": best.micro_batch, "KV pool": best.pool,
+            "activations": left - best.pool, "together": self.limit}
         for name, size in table.items():
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
-    def _fixed(self, limit: float, max_rows: int) -> dict[str, float]:
+    def _fixed(self, max_rows: int) -> dict[str, float]:
         """What there is nothing to decide about: name -> bytes."""
         parameters = self.model.adapter.master.numel()
         adapter_bytes = Learner.state_bytes(parameters, self.model.dtype)
@@ -254,16 +223,19 @@ class Plan:
         # Bytes of a token: gate|up in fp32 and h in 16 bits, 10 F; what is D wide, 20 D.
         graphs += LARGEST_PREFILL * (10 * c.feed_forward + 20 * c.width)
         return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
-                "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * limit}
+                "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * self.limit}
 
-    def _best_option(self, limits: Limits, free: float, useful_pool: int) -> Option | None:
-        """Try the sizes of micro-batches and divide what each leaves of `free`, as the top of the
-        file says. None if none leaves the pool one sequence of full length, or limits.kv_gib.
-
-        useful_pool: bytes of all rows' sequences of full length.
+    def _best_option(self, max_rows: int) -> Option | None:
+        """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
+        None if none leaves the pool one sequence of full length, or limits.kv_gib.
         """
-        layers = self.model.config.layers
-        worthwhile = max(8192, WORTHWHILE // self.model.config.width)
+        c, limits = self.model.config, self.limits
+        kv_token = 2 * c.layers * c.kv_heads * c.head_dim * self.model.dtype.itemsize
+        # What sampler.allocate_kv asks for, for one sequence of full length.
+        least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
+        useful_pool = max_rows * self.row_tokens * kv_token
+        free = self.limit - sum(self._fixed(max_rows).values())
+        worthwhile = max(8192, WORTHWHILE // c.width)
         sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= 2 * worthwhile]
         if limits.micro_batch_tokens:
             worthwhile = limits.micro_batch_tokens
@@ -272,55 +244,30 @@ class Plan:
         for tokens in sizes:
             if tokens not in self.measured:
                 self.measured[tokens] = self.worst_case(tokens)
-            micro_batch = self.least_micro_batch = self.measured[tokens]
-            left = free - micro_batch
-            if left < self.least_pool:
-                continue
+            left = free - self.measured[tokens]
+            if left < max(least_pool, (limits.kv_gib or 0) * GIB):
+                continue                         # a smaller micro-batch may leave enough
             computed = max(tokens, self.row_tokens)      # a longer row is a micro-batch of its own
             layer = self.layer_bytes_per_token * computed
             # The pool gets what the activations of all layers leave, up to what is of use to it; at
             # least half of that, and what one sequence of full length takes.
-            least = max(self.least_pool, useful_pool / 2)
-            pool = min(left, max(least, min(useful_pool, left - layers * layer)))
-            if limits.kv_gib is not None:
+            least = max(least_pool, useful_pool / 2)
+            pool = min(left, max(least, min(useful_pool, left - c.layers * layer)))
+            if limits.kv_gib:
                 pool = limits.kv_gib * GIB
-                if pool > left:
-                    continue                     # a smaller micro-batch may leave enough
             kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3
-            kept_layers = min(layers, max(0, kept_layers))
-            if tokens > worthwhile and (kept_layers < layers or pool < useful_pool):
+            kept_layers = min(c.layers, max(0, kept_layers))
+            if tokens > worthwhile and (kept_layers < c.layers or pool < useful_pool):
                 continue
             # Forward, backward, and a second forward of the layers that kept nothing. The backward
             # costs what a forward does: W is frozen, so only the gradient of x is multiplied.
-            forwards = (3 - kept_layers / layers) * (1 + EXPANSION_TOKENS / computed)
-            options.append(Option(max(0, useful_pool / 4 - left), forwards, tokens, micro_batch,
-                                  pool, kept_layers))
-            if kept_layers == layers:
+            forwards = (3 - kept_layers / c.layers) * (1 + EXPANSION_TOKENS / computed)
+            options.append(Option(max(0, useful_pool / 4 - left), forwards, max_rows, tokens,
+                                  self.measured[tokens], pool, pool >= useful_pool, kept_layers,
+                                  free))
+            if kept_layers == c.layers:
                 break                            # a smaller size has nothing to gain
         return min(options, key=lambda option: (option.pool_lack, option.forwards), default=None)
-
-    def _too_large(self, limits: Limits, fixed: dict[str, float], limit: float) -> str:
-        """The message where not even one row fits: what takes how much, and which flags help."""
-        taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fixed.items())
-        smallest = min(MICRO_BATCH_TOKENS)
-        needed = f"{self.least_micro_batch / GIB:.1f}"
-        if self.least_micro_batch == math.inf:
-            needed = "more than that"
-        helps = []
-        if (limits.micro_batch_tokens or 0) > smallest:
-            helps.append((f"--micro-batch-tokens {smallest}", None))
-        if self.max_rows > 8:
-            freed = GRAPH_LOGITS * (self.max_rows - 8) * self.model.config.vocab
-            helps.append(("--max-rows 8", freed))
-        new_tokens = self.row_tokens - self.prompt_tokens
-        if new_tokens > 1:
-            helps.append((f"--max-new-tokens {new_tokens // 2}", None))
-        rank = self.model.adapter.rank
-        if rank > 1:
-            helps.append((f"--lora-rank {rank // 2}", fixed["adapter"] / 2))
-        return (f"rows of {self.row_tokens} tokens do not fit: of {limit / GIB:.1f} GiB {taken} "
-                f"leave {self.free / GIB:.1f}, a forward and backward takes {needed} and the KV "
-                f"cache of one row {self.least_pool / GIB:.1f}: {advice(helps)}")
 
     def _largest_micro_batch(self, tokens: int, kept_layers: int) -> torch.Tensor:
         """Log-probs of rows of full length: prompts of one token, so that all others are scored."""

@@ -14,6 +14,7 @@ import importlib.util
 import math
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,22 +29,17 @@ import lora
 import model as qwen
 import rewards
 from files import UserError, counted
-from harness import memory
-from harness.config import MAY_MOVE, Objective, Rollout, Settings, option, without_places
-from harness.console import Console, Phases, Tracker, Watch
+from harness import console, memory
+from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_places
+from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
-from ops import on_gpu
-from prompts import Tokenizer, digest_of, prompt_function, split_problems
+from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
 from sampler import KV_BLOCK, Sampler, engine_for
 from tasks import plugin
-from tasks.problems import check_source
 from weights import (
     ModelFolder,
-    check_model,
-    other_conditions,
-    read_peft,
     tell_other_conditions,
     training_conditions,
     write_conditions,
@@ -71,8 +67,6 @@ class Run:
     learner: Learner
     sampler: Sampler
     folder: RunFolder
-    tracker: Tracker
-    console: Console
     watch: Watch
     flags: dict                                  # what run.json holds beside `about`
     before: dict | None                          # what it holds of a run that is resumed
@@ -83,56 +77,38 @@ def prepare(settings: Settings, before: dict | None) -> Run:
 
     before: the content of run.json if the run is resumed, else None.
     """
-    phases = Phases()
-    wanted, adapter, rank = settings.memory, settings.model.adapter, settings.model.lora_rank
-    check_model(settings.model.model)
-    device, kernels = choose_device(wanted.device, "auto", settings.model.model)
+    began = time.perf_counter()
+    wanted = settings.memory
+    device, kernels = choose_device(wanted.device, settings.model.model)
     memory.bound(wanted.memory_gib, device)
-    refuse_large_rank(rank, device, f"--adapter {adapter}: its rank of {rank}" if adapter
-                      else f"--lora-rank {rank}")
-    if adapter and before is None:
-        read_peft(adapter)                       # refuses a bad one before a download
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    with phases("problems"):
-        folder, tokenizer, problems, held_out = read_problems(settings)
-    flags = {"calibrate_by_default": settings.model.calibrate is None}
-    settings = with_decided_default(settings, device, folder.config)
-    console = Console(settings)
-    console.greet(problems, held_out, device)
+    folder, tokenizer, problems, held_out = read_problems(settings)
+    console.greet(settings, problems, held_out, device)
     if kernels:
         say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
-    flags |= without_places(settings.flat())
+    flags = without_places(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out, settings.data.reward)
-    check_unchanged(before, flags, "problems_sha256", f"--data {settings.data.data}, --eval-data "
-                    f"{settings.data.eval_data}: other problems or prompts")
-    check_same_on_all_ranks(settings, flags["problems_sha256"])
-    sizes = qwen.ModelConfig.from_json(folder.config)
-    if settings.model.train == "full":
-        check_full_size(settings, sizes, device)
-    elif kernels:
-        memory.check_size(settings.model.model, sizes, settings.model.base, rank,
-                          memory.free_memory(wanted.memory_gib),
-                          (folder.config.get("quantization_config") or {}).get("ignore", ()))
-    model = read_model(settings, folder, tokenizer, problems, device, kernels, phases)
+    check_same_on_all_ranks(flags)
+    if kernels:
+        memory.check_size(settings.model, qwen.ModelConfig.from_json(folder.config),
+                          memory.free_memory(wanted.memory_gib))
+    model = read_model(settings, folder, tokenizer, problems, device, kernels)
     flags["weights_sha256"] = model.folder.sha256()
-    check_unchanged(before, flags, "weights_sha256", f"--model {model.folder.name}: other weights")
+    if before:
+        check_unchanged(before, flags)
     conditions = training_conditions(model.folder, settings.model.base,
                                      settings.data.prompt_style, settings.data.thinking)
     conditions["model_sha256"] = model.folder.sha256(linears=False)
-    if before:                                   # a run.json that was edited, say
-        for difference in other_conditions(Path(settings.general.out, "adapter"), conditions):
-            raise UserError(f"--resume: {difference}")
-    elif adapter:
-        tell_other_conditions(adapter, conditions)
+    if settings.model.adapter:
+        tell_other_conditions(settings.model.adapter, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
     limits = memory.Limits(wanted.memory_gib, None, wanted.micro_batch_tokens)
-    with phases("memory plan"):
-        sampler = divide_memory(model, learner, engine_for(kernels), limits, settings.rollout,
-                                settings.data.max_prompt_tokens, len(held_out),
-                                limits_at_start(before, limits))
+    sampler = divide_memory(model, learner, engine_for(kernels), limits, settings.rollout,
+                            settings.data.max_prompt_tokens, len(held_out),
+                            limits_at_start(before, limits))
     flags["memory_plan"] = limits._asdict() | {
         "kv_gib": sampler.engine.kv.nbytes / 2**30, "max_rows": sampler.max_rows,
         "micro_batch_tokens": learner.micro_batch_tokens}
@@ -149,92 +125,70 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     out = Path(settings.general.out)
     result = {"lora": (write_adapter, "adapter"), "full": (write_model, "model")}
     run_folder = RunFolder(out, learner.tensors(), *result[settings.model.train])
-    tracker = Tracker(settings.watching.report_to, out, flags)
-    phases.tell()
+    say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
-               tracker, console, Watch(settings), flags, before)
+               Watch(settings), flags, before)
 
 
 CALIBRATION_PROBLEMS = 128                       # those of the study
 
 
-def with_decided_default(settings: Settings, device: torch.device, config: dict) -> Settings:
-    """The settings with --calibrate decided: its default depends on model and device."""
-    count = settings.model.calibrate
-    if count is None:
-        becomes_nvfp4 = settings.model.base == "nvfp4" and not config.get("quantization_config")
-        count = CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
-    return settings.replace(calibrate=count)
+def calibration_problems(wanted: Model, device: torch.device, config: dict) -> int:
+    """--calibrate, whose default depends on model and device. config: the model's config.json."""
+    if wanted.calibrate is not None:
+        return wanted.calibrate
+    becomes_nvfp4 = wanted.base == "nvfp4" and not config.get("quantization_config")
+    return CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
 
 
 def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, list]:
     """-> the model's folder, tokenizer, problems to train on, problems held out."""
     wanted = settings.data
-    prompt_function(wanted.prompt_style)
-    check_source(wanted.data)
-    check_source(wanted.eval_data or wanted.data)
     folder = ModelFolder(settings.model.model)
     folder.check_length(wanted.max_prompt_tokens + settings.rollout.max_new_tokens)
     tokenizer = Tokenizer(folder.path, wanted.thinking)
     return folder, tokenizer, *split_problems(wanted, tokenizer)
 
 
-def check_unchanged(before: dict | None, flags: dict, name: str, what: str) -> None:
-    """UserError if the SHA-256 `name` of a resumed run differs from when it began. what: the flags
-    that it belongs to.
+def check_same_on_all_ranks(flags: dict) -> None:
+    """UserError if another rank was started with other flags or problems than rank 0, as can happen
+    on several hosts. Paths may differ, and micro-batches, of which all take the smallest.
     """
-    if before and before.get(name) != flags[name]:
-        raise UserError(f"--resume: {what} than when the run began")
-
-
-def check_same_on_all_ranks(settings: Settings, problems_sha256: str) -> None:
-    """UserError if another rank was started with other flags or files than rank 0, as can happen on
-    several hosts. Paths of folders and memory flags may differ.
-    """
-    mine = without_places(settings.flat()) | {"problems": problems_sha256}
-    for name in (*vars(settings.memory), "data", "eval_data"):
-        mine.pop(name, None)
-    for name in ("model", "adapter"):
-        mine[name] = mine[name] and Path(mine[name]).name
+    mine = {name: value for name, value in flags.items()
+            if name not in (*MAY_MOVE, "adapter", "micro_batch_tokens")}
     first, *others = gather([mine])
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
-                what = "the problems of --data" if name == "problems" else option(name)
-                raise UserError(f"{what}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
+                raise UserError(f"{name}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
 
 
-def check_full_size(settings: Settings, sizes: qwen.ModelConfig, device: torch.device) -> None:
-    """UserError if --train full does not fit, on a GPU or on the host.
-
-    The host keeps what a checkpoint holds, and twice more while safetensors makes a file of it.
-    """
-    parameters = memory.model_bytes(sizes, "bf16", 0)[0] / 2     # 16 bits each
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") \
-        else math.inf
-    state = Learner.state_bytes(1, torch.bfloat16)
-    saved = 3 * (4 + Learner.OPTIMIZER.state_bytes(1))
-    if device.type == "cuda":
-        limit = memory.free_memory(settings.memory.memory_gib) - memory.CUDA_CONTEXT
-        full.check_size(settings.model.model, parameters, state, limit, "the GPU's memory")
-        state = 0
-    full.check_size(settings.model.model, parameters, state + saved, host, "the host's memory")
+def check_unchanged(before: dict, flags: dict) -> None:
+    """UserError unless a resumed run has the problems and the weights that it began with."""
+    for name, what in (("problems_sha256", f"--data {flags['data']}: other problems or prompts"),
+                       ("weights_sha256", f"--model {flags['model']}: other weights")):
+        if before.get(name) != flags[name]:
+            raise UserError(f"--resume: {what} than when the run began")
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
+               device: torch.device, kernels: str | None) -> qwen.Qwen:
     """-> the model of --base and --calibrate, with a new adapter, that of --adapter, or all of its
     weights trainable.
     """
     wanted, general = settings.model, settings.general
-    with phases("download"):
-        folder.download()
+    folder.download()
     base = folder.choose_base(wanted.base)
-    if wanted.calibrate:
-        with phases("calibration"):
-            folder = calibrated(settings, folder, tokenizer, problems, device, kernels)
-    with phases("weights"):
-        model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
+    count = calibration_problems(wanted, device, folder.config)
+    calibrated = Path(general.out) / "base"      # a resumed run has it, whatever the default is now
+    if count or calibrated.exists():
+        if RANK == 0 and not calibrated.exists():
+            calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
+                                       kernels, "gptq", min(512, settings.rollout.max_new_tokens),
+                                       general.seed)
+        gather([])                               # the other ranks wait here
+        folder = ModelFolder(calibrated)
+    model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
     # A run that was killed before its first checkpoint begins with --adapter again. One whose
     # checkpoints are all damaged is refused (Checkpoints.load).
@@ -248,19 +202,6 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     return model
 
 
-def calibrated(settings: Settings, source: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None) -> ModelFolder:
-    """-> OUT/base, where rank 0 writes the model in NVFP4, unless it is there: a resumed run."""
-    general = settings.general
-    folder = Path(general.out) / "base"
-    if RANK == 0 and not folder.exists():
-        calibrate.write_calibrated(source, folder, tokenizer, problems, settings.model.calibrate,
-                                   device, kernels, "gptq",
-                                   min(512, settings.rollout.max_new_tokens), general.seed)
-    gather([])                                   # the other ranks wait here
-    return ModelFolder(folder)
-
-
 def loss_of(objective: Objective) -> grpo.Loss:
     """--loss, with the values of the flags that were given."""
     given = {"clip_low": objective.clip_low, "clip_high": objective.clip_high,
@@ -271,20 +212,13 @@ def loss_of(objective: Objective) -> grpo.Loss:
 
 def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:
     """KV pool, rows and micro-batches that a resumed run began with; None for a new run, or if
-    --memory-gib has a new value. UserError if run.json was edited and does not hold them.
+    --memory-gib has a new value.
     """
     # They decide which answers are decoded together and in which order gradients are summed, and
     # so the last digits. A second start may measure others: only the first calibrates, say.
-    if before is None:
+    if before is None or limits.memory_gib not in (None, before["memory_plan"]["memory_gib"]):
         return None
-    plan = before.get("memory_plan")
-    if not (isinstance(plan, dict) and plan.keys() == {*memory.Limits._fields}
-            and all(type(plan[name]) in (int, float) and plan[name] > 0
-                    for name in ("kv_gib", "max_rows", "micro_batch_tokens"))):
-        raise UserError(f"--resume: run.json has a memory_plan that no run writes: {plan}")
-    if limits.memory_gib not in (None, plan["memory_gib"]):
-        return None
-    return memory.Limits(**plan | {"memory_gib": limits.memory_gib})
+    return memory.Limits(**before["memory_plan"])._replace(memory_gib=limits.memory_gib)
 
 
 def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: memory.Limits,
@@ -299,18 +233,16 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
     answers = max(math.ceil(rollout.prompts_per_step / WORLD) * rollout.group_size,
                   math.ceil(num_held_out / WORLD))
     if model.device.type == "cuda":
-        plan_of = functools.partial(memory.Plan, model, prompt_tokens=max_prompt_tokens,
-                                    new_tokens=rollout.max_new_tokens, answers=answers, say=say,
-                                    with_reference=learner.loss.needs_reference)
+        def plan_of(limits):
+            return memory.Plan(model, limits, max_prompt_tokens, rollout.max_new_tokens, answers,
+                               learner.loss.needs_reference)
         try:
             plan = plan_of(began or limits)
-        except ValueError as error:
+        except UserError as error:
             if not began:
                 raise
-            say(f"the KV pool of {began.kv_gib:.2f} GiB and the micro-batches of "
-                f"{began.micro_batch_tokens:,} tokens that the run began with do not fit ({error})"
-                "; with others its last digits can differ from those of a run that was not "
-                "interrupted")
+            say(f"the run began with another division of the memory, which does not fit ({error});"
+                " its last digits can differ from those of a run that was not interrupted")
             plan = plan_of(limits)
         plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks,
         rows = min(gather([plan.max_rows]))      # and one number of rows
@@ -340,8 +272,8 @@ def begin(run: Run) -> Progress:
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
-    about = {"about": env.provenance(hardware)}
-    counters = run.folder.start(before or run.flags | about, before is not None)
+    about = env.provenance(hardware)
+    counters = run.folder.start(before or run.flags | {"about": about}, before is not None)
     run.learner.restore(counters)
     mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
     digests = gather([hashlib.sha256(mine).hexdigest()])
@@ -349,41 +281,34 @@ def begin(run: Run) -> Progress:
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
     if before:
-        began_on = before.get("about", {}).get("hardware", hardware)
-        if began_on != hardware:
-            say(f"continues with {hardware}, began with {began_on}: its last digits can differ "
-                "from those of a run that was not interrupted")
-        program = about["about"]["program"]
-        began_as = before.get("about", {}).get("program", program)
-        if began_as != program:
-            say(f"continues as {program}, began as {began_as}: run.json does not hold what a "
-                "program of one's own sets, such as a tool or an optimizer")
-        changes = {name: run.flags[name] for name in MAY_MOVE if run.flags[name] != before[name]}
-        if progress.step < general.steps:
-            changes |= {"steps": general.steps, "resumed": env.now(), "ended": None}
+        for what in ("hardware", "program"):     # a program may set a tool or an optimizer
+            began_with = before["about"].get(what, about[what])
+            if began_with != about[what]:
+                say(f"continues with {what} {about[what]}, began with {began_with}: it can differ "
+                    "from a run that was not interrupted")
+        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
+                   if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)
     if progress.step >= general.steps:
         say(f"{general.out} has done its {counted(general.steps, 'step')}: --resume "
             "--steps N does more")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
+    if device.type == "cuda":                    # console.farewell() prints that of training alone
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return progress
 
 
 # -----------------------------------------------------------------------------
 # Where a process computes, and which kernels decode there
 
-
-KERNELS = "hopper", "portable"                   # which 4-bit matmul decodes
-
-
-def choose_device(name: str | None, kernels: str, model: str | Path
-                  ) -> tuple[torch.device, str | None]:
-    """--device and --model of a program, and "auto" or one of KERNELS -> the device, and which
-    kernels decode there (None on a CPU). UserError for what this machine does not have.
+def choose_device(name: str | None, model: str | Path) -> tuple[torch.device, str | None]:
+    """--device and --model of a program -> the device, and which kernels decode there: "hopper",
+    "portable", or None on a CPU. UserError for what this machine does not have.
     """
     device = device_of(name, model)
-    return device, kernels_for(device, kernels)
+    return device, kernels_for(device)
 
 
 def device_of(name: str | None, model: str | Path) -> torch.device:
@@ -411,38 +336,20 @@ def device_of(name: str | None, model: str | Path) -> torch.device:
     return torch.device("cuda", index)
 
 
-def kernels_for(device: torch.device, wanted: str) -> str | None:
-    """"auto" or one of KERNELS -> which of KERNELS decodes; None on a CPU. UserError if the device
-    cannot run it.
-    """
+def kernels_for(device: torch.device) -> str | None:
+    """Which kernels decode on a device. UserError for a GPU that cannot run them."""
     if device.type != "cuda":
-        if wanted != "auto":
-            raise UserError(f"--kernels {wanted} is for a GPU, --device is {device}")
         return None
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
         raise UserError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
     major, minor = torch.cuda.get_device_capability(device)
-    gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if major < 8:
-        raise UserError(f"--device {device}: {gpu}: the kernels need sm_80 (Ampere) or later")
+        raise UserError(f"--device {device}: {torch.cuda.get_device_name(device)} "
+                        f"(sm_{major}{minor}): the kernels need sm_80 (Ampere) or later")
     if not importlib.util.find_spec("triton"):
         raise UserError(f"--device {device}: a GPU needs Triton: pip install triton")
-    if wanted == "hopper" and major != 9:
-        raise UserError(f"--kernels hopper: {gpu}: it needs sm_90")
     import fast  # noqa: F401, late: it needs Triton, and registers the kernels
-    if wanted == "auto":
-        return "hopper" if major == 9 else "portable"
-    return wanted
-
-
-def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:
-    """UserError if a GPU cannot decode with an adapter of this rank.
-
-    what: names the adapter in the message, for example "--lora-rank 1024".
-    """
-    # The sampler's engine refuses it as well, but only once the model is loaded.
-    if device.type == "cuda":
-        on_gpu("check_rank")(rank, device, what)
+    return "hopper" if major == 9 else "portable"
 
 
 def configure_cpu(model) -> None:

@@ -1,8 +1,7 @@
 """
-Accuracy figures from graded answers: pass@k, maj@k, intervals, differences.
+Accuracy figures from graded answers: pass@k, maj@k, intervals.
 
     figures = evaluation_figures(rows, samples)     rows as evaluate.py --out writes them
-    figures |= paired_figures(rows, other_rows)     against another model, problem by problem
     entropy = sampler_entropy(rows)                 rows of sampled answers, also those of train.py
 
 A problem has n answers, of which c are right:
@@ -16,9 +15,8 @@ A problem has n answers, of which c are right:
 Each is a mean over problems with its 95 % interval, over other problems like these.
 """
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 
-from files import UserError
 from tasks.answers import is_equal
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
@@ -119,33 +117,3 @@ def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
     half = Z * math.sqrt(spread / n + (Z / (2 * n)) ** 2)
     scale = 1 + Z * Z / n
     return [p, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
-
-
-def paired_figures(rows: list[dict], other_rows: list[dict]) -> dict:
-    """Accuracy of rows minus that of other_rows, on the problems that both have.
-
-    Two models mostly fail at the same hard problems. Comparing problem by problem cancels this, so
-    the interval of the difference is much narrower than those of the two accuracies. It is a normal
-    interval over the differences, with one problem won and one lost added (Bonett and Price 2012).
-    UserError if the two have no problem in common.
-    """
-    mine = verdicts_by_problem(rows)
-    theirs = verdicts_by_problem(other_rows)
-    gaps = [mean(mine[key]) - mean(theirs[key]) for key in mine if key in theirs]
-    if not gaps:
-        raise UserError(f"--against: none of its {len(theirs)} problems is among the {len(mine)} "
-                        "here")
-    n = len(gaps) + 2
-    centre = sum(gaps) / n
-    half = Z * math.sqrt(((sum(gap**2 for gap in gaps) + 2) / n - centre**2) / n)
-    return {"pairs": len(gaps), "unpaired": len(mine) + len(theirs) - 2 * len(gaps),
-            "won": sum(gap > 0 for gap in gaps), "lost": sum(gap < 0 for gap in gaps),
-            "difference": [mean(gaps), max(-1.0, centre - half), min(1.0, centre + half)]}
-
-
-def verdicts_by_problem(rows: list[dict]) -> dict[tuple, list]:
-    """The question is in the key because ids may be row numbers, which two files share."""
-    verdicts = defaultdict(list)
-    for row in rows:
-        verdicts[row["id"], row["question"]].append(row["correct"])
-    return verdicts

@@ -26,8 +26,7 @@ from harness.config import (
 from weights import TARGETS, write_peft
 
 RECIPES = sorted(Path(__file__).parent.parent.glob("recipes/*.json"))
-NOTES = dict(about={}, memory_plan={}, ended="today", resumed="today", calibrate_by_default=False, problems_sha256="0",
-             weights_sha256="0")
+NOTES = dict(about={}, memory_plan={}, problems_sha256="0", weights_sha256="0")
 
 
 def settings_of(*flags):
@@ -62,15 +61,17 @@ def run(tmp_path):
     *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--sigma-start")),
     ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
     ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
-    ("--updates-per-rollout", ("17",))])
-def test_out_of_range(flag, values):
+    ])
+def test_out_of_range(flag, values, capsys):
     for value in values:
-        with pytest.raises(UserError, match=rf"^{flag} must lie in .*, got {float(value):g}(\.0)?$"):
+        with pytest.raises(SystemExit):
             settings_of("--sigma-start=0.01", f"{flag}={value}")
+        said = capsys.readouterr().err
+        assert f"argument {flag}: must lie in" in said and f"got {value}" in said
 
 
 @pytest.mark.parametrize("flags", [
-    "--warmup 0", "--warmup 1 --lr-schedule cosine", "--sigma-start 0", "--sigma-start 0 --sigma-end 0",
+    "--warmup 0", "--warmup 1", "--sigma-start 0",
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16"])
 def test_edges_of_ranges_are_taken(flags):
@@ -79,9 +80,7 @@ def test_edges_of_ranges_are_taken(flags):
 
 
 @pytest.mark.parametrize("flags", [
-    "--sigma-end 1e-2 --sigma-start 1e-4", "--noise-stages 1 --sigma-start 5e-2", "--temperature 1e-4",
-    "--warmup 0.8 --lr-schedule constant", "--weight-decay 0.5 --lr 2", "--prompts-per-step 600000",
-    "--calibrate 8 --base nf4", "--noise-schedule cosine", "--noise-stages 4",
+    "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17", "--calibrate 8 --base nf4", "--noise-schedule cosine", "--noise-stages 4",
     "--sigma-end 1e-4"])                                                  # no noise is the default
 def test_flags_that_contradict_each_other(flags):
     flag = flags.split()[0]
@@ -103,7 +102,7 @@ def test_every_setting_is_a_flag_and_comes_back_from_run_json(run):
     assert given.flat().keys() == FIELDS.keys() and Settings.of(given.flat()) == given
     folder = run("--model", "x/qwen", "--lr", "0.5", "--seed", "7", "--keep", "3")
     again, before = read_settings(["--resume", "--out", folder])
-    assert again == given.replace(memory_gib=None, out=folder)            # nothing of the machine or the folder
+    assert again == Settings.of(given.flat() | dict(memory_gib=None, out=folder))            # nothing of the machine or the folder
     assert before == json.loads(Path(folder, "run.json").read_text())
     with pytest.raises(dataclasses.FrozenInstanceError):
         given.optim.lr = 1
@@ -122,21 +121,13 @@ def test_the_last_source_that_has_a_setting_gives_it(run, tmp_path):
     assert settings_of("--config", recipe).data.data == "arithmetic"      # of the bundled model
 
 
-def test_tiny_is_the_bundled_model_unless_another_folder_has_that_name(tmp_path, monkeypatch):
+def test_without_a_model_the_bundled_one_has_defaults_of_its_own(tmp_path):
     bundled = settings_of()
     assert {name: bundled.flat()[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
     assert bundled.model.model == str(TINY_MODEL) and bundled.general.out == "runs/tiny-nvfp4-arithmetic-0"
-    monkeypatch.chdir(tmp_path)
-    recipe = write(tmp_path / "mine.json", dict(model="tiny"))
-    assert settings_of("--model", "tiny") == settings_of("--config", recipe) == bundled
-    assert settings_of("--model", "x", "--config", recipe).rollout == settings_of("--model", "x").rollout
-    assert settings_of("--model", str(TINY_MODEL)).rollout == settings_of("--model", "x").rollout         # a path
-    (tmp_path / "tiny").mkdir()
-    other = settings_of("--model", "tiny")
-    assert other.flat() == settings_of("--model", "x").flat() | {
-        "model": str(tmp_path / "tiny"), "out": "runs/tiny-nvfp4-gsm8k-0"}
-    monkeypatch.chdir(TINY_MODEL.parent)                                  # whose folder tiny is the bundled one
-    assert settings_of("--model", "tiny") == bundled
+    assert settings_of("--model", str(TINY_MODEL)).rollout == settings_of("--model", "x").rollout
+    recipe = write(tmp_path / "mine.json", dict(model="x"))
+    assert settings_of("--config", recipe).rollout == settings_of("--model", "x").rollout
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -161,25 +152,20 @@ def test_the_default_folder_carries_model_base_data_and_seed():
 
 
 def test_another_run_does_not_hand_on_what_it_decided_for_its_own_model(run):
-    """--calibrate depends on model and device: a run in 16 bits decides 0, which must not reach one in NVFP4."""
-    for decided, given, want in ((0, [], None), (0, ["--calibrate", "8"], 8), (128, [], None)):
-        folder = run("--model", "x", "--base", "bf16", calibrate=decided, calibrate_by_default=True)
-        like = settings_of("--config", f"{folder}/run.json", "--base", "nvfp4", *given)
-        assert like.model.calibrate == want
-    folder = run("--model", "x", calibrate=128, calibrate_by_default=True)
-    assert settings_of("--resume", "--out", folder).model.calibrate == 128
-    folder = run("--model", "x", "--base", "bf16", calibrate=64, calibrate_by_default=False)
-    assert settings_of("--config", f"{folder}/run.json", "--base", "nvfp4").model.calibrate == 64    # somebody gave it
+    """--calibrate depends on model and device."""
+    for given, want in ((None, None), (64, 64)):
+        folder = run("--model", "x", "--base", "bf16", calibrate=given)
+        assert settings_of("--config", f"{folder}/run.json", "--base", "nvfp4").model.calibrate == want
 
 
 # -----------------------------------------------------------------------------
 # What a file may not say
 
 @pytest.mark.parametrize("name,value", [
-    ("lr", "1e-3"), ("lr", 12), ("lr", -1), ("steps", 2.5), ("steps", True), ("epochs", None), ("epochs", 0),
-    ("base", "int3"), ("model", ["tiny"]), ("reward", 3), ("warmup", 2), ("lora_rank", 10**12),      # a value
-    ("train_norms", False), ("preset", "paper"), ("entropy_coef", 0.1), ("Lr", 0.1),         # no setting, a fork's
-    ("out", "x"), ("device", "cpu"), ("memory_gib", 3), ("report_to", "wandb"), ("keep", 3)])        # of the machine
+    ("lr", "fast"), ("lr", 12), ("lr", -1), ("steps", 2.5), ("steps", True), ("epochs", [2]), ("epochs", 0),
+    ("base", "int3"), ("warmup", 2), ("lora_rank", 10**12),      # a value
+    ("train_norms", False), ("preset", "paper"), ("entropy_coef", 0.1), ("Lr", 0.1), ("", 1), ("help", 1), ("config", "x"),         # no setting, a fork's
+    ("out", "x"), ("device", "cpu"), ("memory_gib", 3), ("keep", 3)])        # of the machine
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_wrong_entry_of_a_file_is_refused_by_name(run, name, value, resume):
     folder = run("--model", "x", **{name: value})
@@ -208,7 +194,7 @@ def test_what_is_no_flag_or_no_value_is_refused_by_the_parser(flags, named, caps
 
 @pytest.mark.parametrize("flags", [["--config", "a.json", "--resume", "--out", "x"], ["--resume"]])
 def test_resume_needs_a_folder_and_no_second_source(flags):
-    with pytest.raises(UserError, match=flags[0]):
+    with pytest.raises(UserError, match="--resume"):
         settings_of(*flags)
 
 
@@ -267,7 +253,8 @@ def test_a_run_takes_over_the_shape_of_its_adapter(tmp_path, run):
 
 
 def test_the_model_of_a_calibrated_run_is_its_own_base(run):
-    assert settings_of_run(run("--model", "x", calibrate=0)).model.model == "x"
-    folder = run("--model", "x", calibrate=8)
+    folder = Path(run("--model", "x"))
+    assert settings_of_run(folder).model.model == "x"
+    (folder / "base").mkdir()
     found = settings_of_run(folder)
-    assert (found.model.model, found.general.out) == (f"{folder}/base", folder)
+    assert (found.model.model, found.general.out) == (f"{folder}/base", str(folder))

@@ -10,7 +10,7 @@ import pytest
 
 from files import Stopped
 from harness.config import Settings
-from harness.console import PATIENCE, Console, Watch
+from harness.console import PATIENCE, Watch, farewell
 
 METRICS = dict(step=0, accuracy=0.3, reward=0.35, groups=9, length=280.0, truncated=0.04, informative=0.25,
                tokens_per_s=2553.0, seconds=61.0)
@@ -55,7 +55,7 @@ def test_the_end_says_what_the_run_changed_and_what_comes_next(tmp_path, capsys,
     out = tmp_path / "my run"
     out.mkdir()
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Console(settings(**flags)).farewell(out)
-    first, *commands = capsys.readouterr().out.splitlines()
+    farewell(settings(out=str(out), **flags))
+    first, following = capsys.readouterr().out.splitlines()
     assert first == f"{out}: 3 steps in 3 min; {shown}"
-    assert len(commands) == 4 and all(f"'{out}'" in line for line in commands)
+    assert f"evaluate.py {out}" in following and f"tools.report {out}" in following

@@ -56,13 +56,10 @@ def bf16(tiny, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("flags,offsets", [((), nvfp4.OFFSETS), (("--codes", "search"), nvfp4.OFFSETS),
-                                           (("--codes", "nearest"), [0])])
-def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path, monkeypatch, capsys, flags, offsets):
-    assert run(monkeypatch, "nvfp4", bf16, tmp_path / "out", *flags) is None
+def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, "nvfp4", bf16, tmp_path / "out") is None
     said = capsys.readouterr()
-    codes = dict(zip(flags, flags[1:])).get("--codes", "search")
-    assert said.out.startswith(f"{tmp_path}/out: ") and f"codes by {codes}" in said.out and "gsm8k" not in said.out
+    assert said.out.startswith(f"{tmp_path}/out: ") and "gsm8k" not in said.out
     assert "\r" not in said.out + said.err
     tensors = dict(tiny["untied"].tensors)
     after = Shards(tmp_path / "out")
@@ -74,7 +71,7 @@ def test_converted_folder_loads_back_as_quantized_in_memory(bf16, tiny, tmp_path
             scale = nvfp4.global_scale_for(*weights)
             for name, w in zip(names, weights):
                 got = load_nvfp4(after, name)
-                want = nvfp4.quantize(w, scale, offsets=offsets)
+                want = nvfp4.quantize(w, scale)
                 assert all(same_bytes(a.reshape(-1), b.reshape(-1)) for a, b in zip(got, want)), name
                 assert f"{name}.weight" not in after.names
     assert all(torch.equal(after.get(name), tensor) for name, tensor in tensors.items())
@@ -96,9 +93,7 @@ def test_a_converted_model_is_the_one_quantized_while_loading(tiny, tmp_path, mo
     assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("flags,codes", [((), "gptq"), (("--codes", "weighted"), "weighted"),
-                                         (("--codes", "nearest"), "nearest")])
-def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, monkeypatch, flags, codes):
+def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, monkeypatch):
     problems = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(9)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
     asked, given = [], []
@@ -107,7 +102,7 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
     monkeypatch.setattr(calibrate, "to_nvfp4", lambda *a: given.append(a))
     for n, count in (("4", 4), ("100", 9)):                # no more than there are
         assert run(monkeypatch, "nvfp4", TINY, tmp_path / "out", "--calibrate", n, "--data", tmp_path / "sums.jsonl",
-                   "--prompt-style", "tags", "--seed", "5", *flags) is None
+                   "--prompt-style", "tags", "--seed", "5") is None
         folder, tokenizer, some, _, kernels, longest, seed = asked[-1]
         assert (folder.path, kernels, longest, seed) == (TINY, None, 512, 5)
         questions = [f"{i} + 1" for i in epoch_order(9, 5, 0)[:count]]
@@ -115,24 +110,17 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
         request, system = STYLES["tags"]
         assert [p.prompt for p in some] == [tokenizer.chat(q + request, system) for q in questions]
         files, out, *rest = given[-1]
-        assert (files.folder, out, rest) == (TINY, tmp_path / "out", [codes, answers, tokenizer.vocab_size])
+        assert (files.folder, out, rest) == (TINY, tmp_path / "out", ["gptq", answers, tokenizer.vocab_size])
 
 
 def test_a_calibrated_folder_says_how_far_it_is_from_16_bits(tmp_path, monkeypatch, capsys):
-    kl = {}                                                # a style that the model is unsure in; of its own it is sure
-    data = tmp_path / "sums.jsonl"
+    data = tmp_path / "sums.jsonl"                         # a style that the model is unsure in; of its own it is sure
     data.write_text("\n".join(json.dumps(dict(question=q, answer=a)) for _, q, a in arithmetic("test", 24)))
-    own_answers, answers = calibrate.own_answers, []
-    monkeypatch.setattr(calibrate, "own_answers",          # once for both
-                        lambda *a, **named: answers or answers.extend(own_answers(*a, **named)) or answers)
-    for codes in ("gptq", "nearest"):
-        assert run(monkeypatch, "nvfp4", TINY, tmp_path / codes, "--calibrate", "10", "--data", data,
-                   "--prompt-style", "tags", "--codes", codes) is None
-        last, _, following = capsys.readouterr().out.splitlines()
-        assert following.endswith(f"evaluate.py --model {tmp_path / codes} --data {data}")
-        kl[codes] = float(re.match(rf"KL\(16 bits \|\| {codes}\) (\d\.\d+) \+- ", last)[1])
-        assert json.loads((tmp_path / codes / "config.json").read_text())["calibration"] == last
-    assert 0 < kl["gptq"] < kl["nearest"] / 2               # 24 problems, seeds 0 and 1: a tenth
+    assert run(monkeypatch, "nvfp4", TINY, tmp_path / "out", "--calibrate", "10", "--data", data,
+               "--prompt-style", "tags") is None
+    first, _ = capsys.readouterr().out.splitlines()
+    assert float(re.match(r"KL\(16 bits \|\| gptq\) (\d\.\d+) \+- ", first)[1]) > 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["calibration"] == first
 
 
 def already_quantized(folder):
@@ -197,13 +185,11 @@ def test_a_bad_source_is_one_line_and_leaves_nothing_behind(bf16, tmp_path, monk
 
 
 @pytest.mark.parametrize("arguments,words", [
-    (["nvfp4", TINY, "out", "--codes", "gptq"], ["--codes gptq", "--calibrate"]),
     (["nvfp4", TINY, "out", "--calibrate", "1"], ["--calibrate"]),
     (["nvfp4", TINY, "out", "--calibrate", "4", "--data", "none"], ["data none"]),
     (["nvfp4", TINY, "taken"], ["taken"]), (["merge", "run", "taken"], ["taken"]),
     (["nvfp4", "nowhere", "out"], ["nowhere"]), (["merge", "taken", "out"], ["taken/run.json"]),
-    (["merge", "run", "out"], ["run/adapter/adapter_config.json"]),
-    (["merge", "run", "out", "--calibrate", "8"], ["--calibrate"])])
+    (["merge", "run", "out"], ["run/adapter/adapter_config.json"])])
 def test_wrong_input_is_one_line_that_names_it(trained, tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
@@ -226,18 +212,6 @@ def trained(tmp_path):
     lora.save_adapter(model, tmp_path / "run" / "adapter")
     (tmp_path / "run" / "run.json").write_text(json.dumps({"model": str(TINY), "base": "nvfp4", "steps": 1}))
     return model
-
-
-@pytest.mark.parametrize("command", ["nvfp4", "merge"])
-def test_what_a_link_leads_to_outside_of_a_model_folder_is_not_copied(trained, tmp_path, monkeypatch, command):
-    (tmp_path / "secret").write_text("a private key")
-    model = shutil.copytree(TINY, tmp_path / "model")
-    (model / "notes.txt").symlink_to("../secret")
-    source = tmp_path / "run" if command == "merge" else model
-    flags = json.loads((tmp_path / "run" / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(json.dumps(flags | {"model": str(model)}))
-    assert f"{model}/notes.txt" in run(monkeypatch, command, source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_links_within_a_model_and_those_of_the_hubs_cache_are_copied_and_folders_passed_over(tmp_path, monkeypatch):
@@ -263,8 +237,7 @@ def test_links_within_a_model_and_those_of_the_hubs_cache_are_copied_and_folders
 def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trained, tmp_path, monkeypatch, capsys):
     """On the base that the run had: merged onto the bf16 original it would be another model."""
     assert run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out") is None
-    _, following = capsys.readouterr().out.splitlines()
-    assert following.endswith(f"evaluate.py {tmp_path}/run --model {tmp_path}/out --base bf16 --adapter none")
+    capsys.readouterr()
     assert [ModelFolder(path).choose_base(None) for path in (tmp_path / "out", TINY)] == ["bf16", "nvfp4"]
     assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
     assert f"{tmp_path}/run/adapter" in capsys.readouterr().out            # says what is lost
@@ -287,8 +260,6 @@ def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeyp
     other = {name: t * 2 if name.endswith("down_proj.weight") else t for name, t in tensors.items()}
     write_folder(tmp_path / "other", json.loads((TINY / "config.json").read_text()), other)
     assert run(monkeypatch, "nvfp4", tmp_path / "other", run_folder / "base") is None
-    flags = json.loads((run_folder / "run.json").read_text())
-    (run_folder / "run.json").write_text(json.dumps(flags | {"calibrate": 8}))
     assert run(monkeypatch, "merge", run_folder, tmp_path / "out") is None
     on_base = qwen.load(run_folder / "base", "nvfp4", "cpu")
     lora.load_adapter(on_base, run_folder / "adapter")
@@ -302,9 +273,3 @@ def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_what_a_killed_conversion_left_is_named(tmp_path, monkeypatch, capsys):
-    (tmp_path / ".out.12345678").mkdir()
-    run(monkeypatch, "nvfp4", TINY, tmp_path / "out")
-    assert ".out.12345678" in capsys.readouterr().out

@@ -55,7 +55,7 @@ runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GP
 SETTINGS = {"fp32": (torch.float32, None), "fp16": (torch.float16, None)}
 if GPU:
     SETTINGS = {f"bf16-{matmul}": (torch.bfloat16, matmul)
-                for matmul in dict.fromkeys((kernels_for(torch.device("cuda"), "auto"), "portable"))}
+                for matmul in dict.fromkeys((kernels_for(torch.device("cuda")), "portable"))}
 DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
 

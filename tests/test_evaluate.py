@@ -13,7 +13,6 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from test_figures import rows
 from test_prompts import TEMPLATES, thinking_tiny
 
 import evaluate
@@ -71,10 +70,8 @@ def test_greedy_figures_are_those_of_the_rows_written(run):
         assert row["correct"] == float(f"\\boxed{{{row['answer']}}}" in row["completion"])
 
 
-def test_several_samples_and_a_paired_comparison(run):
-    run(*BASIC, "--limit", 8, "--out", "greedy.jsonl")
-    figures = run(*BASIC, "--limit", 6, "--samples", 5, "--temperature", 1, "--out", "s.jsonl", "--against",
-                  "greedy.jsonl")
+def test_several_samples(run):
+    figures = run(*BASIC, "--limit", 6, "--samples", 5, "--temperature", 1, "--out", "s.jsonl")
     groups = [list(group) for _, group in itertools.groupby(read("s.jsonl"), key=lambda row: row["id"])]
     assert [[row["sample"] for row in group] for group in groups] == [[0, 1, 2, 3, 4]] * 6
     share = [mean([row["correct"] for row in group]) for group in groups]
@@ -83,9 +80,6 @@ def test_several_samples_and_a_paired_comparison(run):
     assert figures["pass@1_lenient"][0] == pytest.approx(mean([row["lenient"] for row in sum(groups, [])]))
     assert [name for name in figures if "@" in name] == ["pass@1", "pass@2", "pass@4", "pass@5", "maj@2", "maj@4",
                                                          "maj@5", "pass@1_lenient"]
-    greedy = [row["correct"] for row in read("greedy.jsonl")]
-    assert figures["difference"][0] == pytest.approx(mean(share) - mean(greedy[:6]))
-    assert (figures["pairs"], figures["unpaired"]) == (6, 2)
 
 
 def test_top_k_and_top_p_reach_the_sampler(run):
@@ -135,7 +129,7 @@ def test_an_answer_that_never_closes_its_thinking_is_cut_strict_and_lenient(name
 def test_a_share_is_printed_in_percent_with_its_interval(capsys, monkeypatch):
     """confidence_interval of 0, 0, 0 and 1: by hand, Wilson's [0.0456, 0.6994]."""
     figures = {"pass@1": confidence_interval([0, 0, 0, 1]), "length": 10.0, "truncated": 0.25,
-               "rules": {"box": 3, "none": 1}, "pairs": 4, "idle": None}
+               "rules": {"box": 3, "none": 1}, "pairs": 4}
     evaluate.print_result(figures, {}, torch.device("cpu"))
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines == ["pass@1          25.0 % [4.6, 69.9]", "length          10", "truncated       25.0 %",
@@ -189,17 +183,13 @@ def test_the_sampler_applies_the_adapter(adapted, run, monkeypatch):
     (["--max-new-tokens", "1020"], ["max_position_embeddings", "1024"]), (["--model", "nowhere"], ["--model nowhere"]),
     (["--adapter", "nowhere"], ["nowhere/adapter_config.json"]), (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
     (["--device", "abacus"], ["--device abacus"]), (["--device", "cuda:9"], ["--device cuda:9"]),
-    (["--memory-gib", "4"], ["--memory-gib"]), (["--reward", "no:f"], ["--reward no:f"]),
+    (["--reward", "no:f"], ["--reward no:f"]),
     (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere/run.json"]),
-    ([str(TINY)], ["--model"]), (["--out", "taken.jsonl"], ["--out taken.jsonl"]),
+    ([str(TINY)], ["run.json"]), (["--out", "taken.jsonl"], ["--out taken.jsonl"]),
     (["--out", "taken.jsonl/x"], ["taken.jsonl"]), (["--out", "."], ["."]),
-    (["--against", "nowhere.jsonl"], ["nowhere.jsonl"]), (["--against", "taken.jsonl"], ["--against taken.jsonl:2"]),
-    (["--against", "seven.jsonl"], ["--against seven.jsonl:2"]), (["--against", "other.jsonl"], ["--against"]),
     (["--samples", "2", "--temperature", "1e-45"], ["temperature"])])
 def test_wrong_input_is_one_line_that_names_it(flags, names, run, capsys):
-    Path("taken.jsonl").write_text(json.dumps(rows([1])[0]) + '\n{"id": "p1", "correct": 1}\n')
-    Path("other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows([1, 0])))
-    Path("seven.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows([1, 7])))
+    Path("taken.jsonl").write_text("{}")
     before = Path("taken.jsonl").read_bytes()
     with pytest.raises(SystemExit) as stop:
         run(*BASIC, "--limit", "3", *flags)
@@ -232,7 +222,7 @@ def test_rows_are_in_the_file_as_soon_as_their_problem_is_done(run, monkeypatch)
     assert seen == [0, 1, 2, 3]
 
 
-def test_ctrl_c_keeps_what_is_done_and_says_that_its_figures_are_too_high(run, monkeypatch, capsys):
+def test_ctrl_c_keeps_what_is_done(run, monkeypatch):
     score, scored = evaluate.rewards.grade_rows, []
 
     def interrupt(*given):
@@ -242,22 +232,9 @@ def test_ctrl_c_keeps_what_is_done_and_says_that_its_figures_are_too_high(run, m
         return score(*given)
 
     monkeypatch.setattr(evaluate.rewards, "grade_rows", interrupt)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(KeyboardInterrupt):
         run(*BASIC, "--limit", 8, "--samples", 2, "--temperature", 1, "--out", "a.jsonl")
-    said = capsys.readouterr()
-    assert stop.value.code == 130 and "3 of 8 problems" in said.err and "too high" in said.err
-    figures = json.loads(said.out.splitlines()[-1])
-    assert figures["n"] == 3 and figures["idle"] is None and {row["id"] for row in read("a.jsonl")} == set(scored)
-    assert figures["pass@1"] == mean([row["correct"] for row in read("a.jsonl")])              # without an interval
-
-
-def test_after_ctrl_c_before_the_first_problem_the_command_can_be_given_again(run, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluate.rewards, "grade_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(SystemExit):
-            run(*BASIC, "--limit", 4, "--out", "a.jsonl")
-    assert "0 of 4 problems" in capsys.readouterr().err
-    assert run(*BASIC, "--limit", 4, "--out", "a.jsonl")["n"] == 4
+    assert [row["id"] for row in read("a.jsonl")] == [one for one in scored for _ in range(2)]
 
 
 def test_a_reward_of_nan_is_null(run):
@@ -334,21 +311,6 @@ def test_a_training_file_that_has_changed_since_the_run_is_not_taken(tmp_path, r
         asked(run)
 
 
-def test_data_that_a_run_was_trained_on_is_said_to_be(tmp_path, run, monkeypatch, capsys):
-    run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60))
-
-    def said(data):
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--adapter", "none", "--data", data])
-        evaluate.main()
-        return capsys.readouterr().out
-
-    assert "run was trained on 56 of them" in said("sums.jsonl")
-    Path("others.jsonl").write_text(json.dumps({"question": "3 + 3?", "answer": "6"}) + "\n")
-    assert "run was trained on 0 of them" in said("others.jsonl")
-    Path("sums.jsonl").unlink()
-    assert "cannot tell" in said("others.jsonl")
-
-
 def test_a_run_brings_its_thinking_and_holds_out_the_same_without_it(tmp_path, run):
     # Thinking off makes a prompt longer by an empty block, and one problem then too long for the run.
     model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
@@ -386,7 +348,7 @@ def test_a_function_that_a_run_names_is_run_only_if_the_flag_is_repeated(name, v
     held.write_text(held.read_text().replace("mine:f", value))
     flag = "--" + name.replace("_", "-")
     for more in ([], ["--data", "sums.jsonl"]):
-        with pytest.raises(SystemExit, match=f"run/run.json names {flag} stolen:f"):
+        with pytest.raises(SystemExit, match=f"run/run.json: names a function, {flag} stolen:f"):
             asked(run, *more)
     other = {"reward": "none", "prompt_style": "boxed"}[name]
     asked(run, "--data", "sums.jsonl", "--limit", 2, flag, other)

@@ -1,5 +1,5 @@
 """
-pass@k, maj@k, intervals and paired differences, against enumeration, published tables and numbers worked by hand.
+pass@k, maj@k and intervals, against enumeration, published tables and numbers worked by hand.
 
 python -m pytest tests/test_figures.py -v
 """
@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from tasks.figures import ballots, confidence_interval, maj_at_k, mean, paired_figures, pass_at_k, sampler_entropy
+from tasks.figures import ballots, confidence_interval, maj_at_k, mean, pass_at_k, sampler_entropy
 
 
 @pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])
@@ -88,33 +88,3 @@ def test_the_interval_is_no_narrower_than_independent_answers_allow():
     """Ten problems, 2 of 4 answers right in each: no spread between problems, still only 40 answers."""
     assert confidence_interval([0.5] * 10, samples=4) == pytest.approx(confidence_interval([0.0] * 20 + [1.0] * 20))
     assert confidence_interval([1.0] * 10, samples=4)[1] == pytest.approx(0.7225, abs=1e-4)        # Wilson, 10 of 10
-
-
-def rows(verdicts, question="q"):
-    return [{"id": f"p{i}", "question": question, "correct": float(v)} for i, v in enumerate(verdicts)]
-
-
-def test_a_paired_difference_is_what_bonett_and_price_give_by_hand():
-    """10 problems, 4 won and 1 lost: 0.3; Bonett-Price (5 - 2) / 12 +- z sqrt((7 / 12 - (3 / 12)^2) / 12)."""
-    mine = rows([1, 1, 1, 1, 0, 1, 1, 0, 0, 0])
-    theirs = rows([0, 0, 0, 0, 1, 1, 1, 0, 0, 0])
-    figures = paired_figures(mine, theirs[::-1])                   # order does not matter, ids do
-    assert figures["difference"] == pytest.approx([0.3, 0.25 - 0.408326, 0.25 + 0.408326], abs=1e-6)
-    assert (figures["won"], figures["lost"], figures["pairs"], figures["unpaired"]) == (4, 1, 10, 0)
-
-
-def test_no_end_of_a_difference_is_beyond_all_problems_won_or_lost():
-    # 1 / 3 +- z sqrt((3 / 3 - (1 / 3)^2) / 3) goes to 1.4; accuracies differ by at most 1.
-    assert paired_figures(rows([1]), rows([0]))["difference"] == [1, pytest.approx(1 / 3 - 1.066869, abs=1e-6), 1]
-    assert paired_figures(rows([0]), rows([1]))["difference"] == [-1, -1, pytest.approx(1.066869 - 1 / 3, abs=1e-6)]
-
-
-def test_a_paired_difference_of_several_samples_is_one_of_means():
-    figures = paired_figures(rows([1, 0]), rows([1, 1]) + rows([0, 1]))
-    assert figures["difference"][0] == pytest.approx((1 - 0.5 + 0 - 1) / 2)
-
-
-def test_rows_with_one_id_and_two_questions_are_no_pair():
-    assert paired_figures(rows([1, 1]), rows([0]) + rows([1, 1], "other"))["unpaired"] == 3
-    with pytest.raises(ValueError, match="none of its 2 problems is among the 3 here"):
-        paired_figures(rows([1, 1, 1]), rows([1, 1], "other"))

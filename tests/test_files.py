@@ -10,23 +10,10 @@ import stat
 
 import pytest
 
-from files import (
-    UserError,
-    append_lines,
-    check_keys,
-    equal_to,
-    new_folder,
-    positive_number,
-    read_json,
-    read_log,
-    read_text,
-    whole_number,
-    write_atomically,
-)
+from files import UserError, append_lines, new_folder, read_json, read_log, read_text, write_atomically
 
 
-def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
-    """Python names the file if open() fails, but not if write() or fsync() does."""
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -34,7 +21,7 @@ def test_a_write_that_fails_names_the_file_and_leaves_the_old_one(tmp_path, monk
     write_atomically(path, b"old")
     monkeypatch.setattr(os, "fsync", full)
     for write in (lambda: write_atomically(path, b"new and longer"), lambda: append_lines(tmp_path / "log", [{}])):
-        with pytest.raises(OSError, match="No space left on device: '.*(adapter.bin|log)'"):
+        with pytest.raises(OSError, match="No space left on device"):
             write()
     assert path.read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["adapter.bin", "log"]
 
@@ -78,7 +65,7 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path):
             read_text(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["[1]", "", "{", '{"a": NaN}', '{"a": {"b": 1, "b": 2}}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["[1]", "", "{", "[" * 100_000])
 def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="x.json: ") as error:
@@ -99,17 +86,3 @@ def test_a_log_has_null_for_what_is_not_finite_and_is_read_to_its_last_whole_lin
         path.write_text('{"step": 1}\n' + other + "\n")
         with pytest.raises(UserError, match="log.jsonl:2"):
             list(read_log(path))
-
-
-@pytest.mark.parametrize("value,key", [
-    ({"r": 8}, None), ({"r": 8, "bias": None, "other": []}, None), ({}, "r"), ({"r": True}, "r"),
-    ({"r": 8, "alpha": 0}, "alpha"), ({"r": 8, "alpha": float("nan")}, "alpha"), ({"r": 8, "bias": "all"}, "bias"),
-    ({"r": 8, "targets": 3}, "targets"), ({"r": 8, "targets": [[]]}, "targets")])
-def test_the_first_key_that_breaks_its_rule_is_named(value, key):
-    rules = {"r": (*whole_number(1, 2**16), True), "alpha": (*positive_number(1e9), False),
-             "bias": (*equal_to("none"), False), "targets": ("q", lambda value: {*value} == {"q"}, False)}
-    if key is None:
-        check_keys("x.json", value, rules)
-    else:
-        with pytest.raises(UserError, match=f"x.json: {key} is .*, expected "):
-            check_keys("x.json", value, rules)

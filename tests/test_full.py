@@ -133,9 +133,6 @@ def test_a_parameter_takes_18_bytes(tiny, monkeypatch):
     # All but norms and biases, which have no copy, and the optimizer's count.
     assert 0.98 * 18 < held / weights.master.numel() <= 18.01
     assert learner.state_bytes(100, model.dtype) == 1800
-    full.check_size("x", 1e9, 18, 18e9, "memory")
-    with pytest.raises(UserError, match="--train full: x has 1.00B"):
-        full.check_size("x", 1e9, 18, 17.9e9, "memory")
 
 
 # -----------------------------------------------------------------------------
@@ -177,8 +174,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes_and_leaves_a_model(runs,
 
 
 @pytest.mark.parametrize("flags,named", [
-    ("--base nvfp4", "--base bf16"), ("--lora-rank 8", "--lora-rank 8"), ("--lora-alpha 8", "--lora-alpha"),
-    ("--kl-beta 0.1", "--kl-beta 0.1"), ("--base bf16 --calibrate 8", "--calibrate 8")])
+    ("--base nvfp4", "--base"), ("--kl-beta 0.1", "--kl-beta"), ("--base bf16 --calibrate 8", "--calibrate 8")])
 def test_what_full_fine_tuning_does_not_go_with_is_refused(flags, named):
     with pytest.raises(UserError, match=named):
         read_settings(["--train", "full", *flags.split()])

@@ -84,12 +84,10 @@ with env.one_line("me"):
 # Wrong input
 
 @pytest.mark.parametrize("argv,named", [
-    (["train.py", "--lr", "nan"], "--lr"),
     (["train.py", "--device", "cuda:77"], "--device cuda:77"),
     *[([*program, "--model", name], f"--model {name}")
       for program in (["train.py"], ["evaluate.py", "--data", "arithmetic"], ["tools/chat.py"])
       for name in ("nosuch", "./my-model", "some/model")],
-    (["train.py", "--memory-gib", "9", "--device", "cpu"], "--memory-gib"),
     (["train.py", "--model", "folder"], "folder/config.json"),
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json"),
     (["train.py", "--resume", "--out", "folder"], "folder/run.json"),
@@ -140,17 +138,10 @@ def test_an_error_of_the_user_or_the_machine_is_one_line(error, said):
     assert stop.value.code == said
 
 
-def test_a_line_is_out_at_once_in_any_encoding_and_a_closed_pipe_is_no_error(tmp_path):
+def test_a_line_is_out_at_once_in_any_encoding(tmp_path):
     code = "import env, os\nprint('\u03c0')\nos.kill(os.getpid(), 9)"
     environment = dict(PYTHONUNBUFFERED="", PYTHONIOENCODING="ascii")
     assert run(cwd=tmp_path, code=code, **environment) == (-9, "\\u03c0\n")
-    code = "import env, os\nwith env.one_line('me'):\n    while True:\n        print('a line')"
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, env=os.environ | dict(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait() == 1
 
 
 @pytest.mark.parametrize("bug", [lambda: max([]), lambda: int("x"), lambda: 1 / 0, lambda: {}["x"],

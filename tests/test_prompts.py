@@ -109,7 +109,6 @@ def test_conversations_are_those_of_the_models_own_templates(tmp_path, name, thi
 
 @pytest.mark.parametrize("template,system", [
     (TEMPLATES["qwen2.5"], QWEN_SYSTEM), (TEMPLATES["instruct"], None),
-    ([{"name": "tool_use", "template": "?"}, {"name": "default", "template": TEMPLATES["instruct"]}], None),
     # A system message in a variable, in joined texts, with a quote and a "<" in it.
     ("{% set s = 'You\\'re <' ~ 'terse>.' %}{% if messages[0].role != 'system' %}{{ '<|im_start|>system\n' + s + "
      "'<|im_end|>\n' }}{% endif %}" + TURNS + ANSWER, "You're <terse>.")])
@@ -122,21 +121,11 @@ def test_a_prompt_has_the_templates_own_system_message_unless_it_has_another(tmp
     assert text_of(tokenizer, tokenizer.chat("U", "S")) == "<|im_start|>system\nS<|im_end|>\n" + rest
 
 
-def test_a_folder_without_a_template_has_qwen25s_and_says_so(tmp_path, capsys):
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
-    save_tokenizer(tmp_path)
-    ids = Tokenizer(tmp_path).turns(turns)
-    assert "tokenizer_config.json: has no chat_template" in capsys.readouterr().out
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["qwen2.5"])
-    assert Tokenizer(tmp_path).turns(turns) == ids
-    (tmp_path / "chat_template.jinja").unlink()
-    save_tokenizer(tmp_path, thinks=True)
-    with pytest.raises(UserError, match="tokenizer_config.json: has no chat_template.*<think>"):
+@pytest.mark.parametrize("template", [None, [{"name": "default", "template": TURNS}]])
+def test_a_folder_without_one_template_is_refused_by_file(tmp_path, template):
+    save_tokenizer(tmp_path, template)
+    with pytest.raises(UserError, match="tokenizer_config.json: "):
         Tokenizer(tmp_path)
-
-
-NESTED = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
 
 
 @pytest.mark.parametrize("template,said", [
@@ -148,8 +137,7 @@ DOUBLING = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% 
     ("{{ tools | length }}" + TURNS + ANSWER, "NoneType"),
     ("{% include '/etc/hostname' %}", "loader"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
-    ("{% for a in range(1000000000) %}{% endfor %}", "range"), (NESTED, "end"), (DOUBLING, "end"),
-    ("{{ 10 ** 10 ** 10 }}", "not allowed")])
+    ("{% for a in range(1000000000) %}{% endfor %}", "range")])
 def test_a_template_that_fails_or_reaches_out_is_refused_by_file(tmp_path, template, said):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -198,7 +186,7 @@ def test_a_prompt_ends_as_the_template_says_about_thinking(tmp_path, name, think
 
 
 @pytest.mark.parametrize("name,thinking,other", [("qwen2.5", "on", "off"), ("instruct", "on", "off"),
-                                                 ("thinking", "off", "on"), (None, "on", "off")])
+                                                 ("thinking", "off", "on")])
 def test_what_a_model_cannot_do_is_refused(tmp_path, name, thinking, other):
     save_tokenizer(tmp_path, TEMPLATES.get(name), thinks=bool(name))
     with pytest.raises(UserError, match=f"--thinking {thinking}: .*tokenizer_config.json.*take --thinking {other}"):
@@ -209,7 +197,7 @@ def test_what_a_model_cannot_do_is_refused(tmp_path, name, thinking, other):
 # The tokenizer
 
 def test_limits_and_padding_saved_in_a_tokenizer_are_not_applied(tmp_path):
-    file = save_tokenizer(tmp_path)
+    file = save_tokenizer(tmp_path, TEMPLATES["instruct"])
     file.enable_truncation(5)
     file.enable_padding(length=500)
     file.save(str(tmp_path / "tokenizer.json"))
@@ -217,7 +205,7 @@ def test_limits_and_padding_saved_in_a_tokenizer_are_not_applied(tmp_path):
 
 
 def test_decode_inverts_encode_and_drops_only_the_end_token(tmp_path):
-    save_tokenizer(tmp_path)
+    save_tokenizer(tmp_path, TEMPLATES["instruct"])
     tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("½ of 4\n is \\boxed{2}")
     assert tokenizer.decode(ids) == tokenizer.decode(ids + [258]) == "½ of 4\n is \\boxed{2}"
@@ -229,7 +217,7 @@ def test_decode_inverts_encode_and_drops_only_the_end_token(tmp_path):
     None, lambda text: text[:100], lambda text: text.replace("<|im_start|>", "<s>"),
     lambda text: text.replace('"id": 257', '"id": 1000000000')])             # the library would give it another id
 def test_a_tokenizer_that_is_missing_broken_or_not_qwens_is_named(tmp_path, change):
-    save_tokenizer(tmp_path)
+    save_tokenizer(tmp_path, TEMPLATES["instruct"])
     path = tmp_path / "tokenizer.json"
     if change is None:
         path.unlink()
@@ -327,22 +315,6 @@ def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, c
     said = f"also trained on, {known} of 3" if known else ""
     out = capsys.readouterr().out
     assert said in out and bool(out) == bool(known)
-
-
-def test_a_question_with_two_answers_is_told(tmp_path, capsys):
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in (
-        ("a", "0.5"), ("a", r"\frac12"), ("b", "1"), ("b", "2"))))
-    for reward, said in ((None, "x.jsonl: 1 problem with"), ("my:function", "")):
-        usable_problems(SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512), Tokenizer(TINY),
-                        str(path), "train")
-        out = capsys.readouterr().out
-        assert said in out and bool(out) == bool(said)
-
-
-def test_half_a_surrogate_pair_is_no_prompt():
-    with pytest.raises(UserError, match=r"ud800"):
-        Tokenizer(TINY).chat("a\ud800")
 
 
 def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path):

@@ -46,7 +46,7 @@ HELD_OUT = [answer(step, f"p-{k}", float(k == 1 and step > 0), completion=f"held
 
 def write_run(folder, samples=SAMPLES, held_out=(), **flags):
     folder.mkdir(parents=True)
-    metrics = [{"step": step, "reward": step / 40, "sigma": 0.01 * (step > 3), "own": 1.0, "kl": float("nan")}
+    metrics = [{"step": step, "reward": step / 40, "sigma": 0.01 * (step > 3), "own": 1.0, "kl": None}
                for step in range(41)]
     for row in metrics[::20] if held_out else ():
         row["eval_accuracy"] = 0.5 * (row["step"] > 0)
@@ -136,8 +136,7 @@ def test_a_run_without_answers_has_its_curves(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name,text", [
     ("metrics.jsonl", None), ("metrics.jsonl", ""), ("samples.jsonl", '{"step": 0\n{"step": 1}\n'),
-    ("held_out.jsonl", '{"step": 0, "id": "1"}\n'), ("run.json", "["), ("run.json", '{"group_size": 0}'),
-    ("run.json", None)])
+    ("held_out.jsonl", '{"step": 0, "id": "1"}\n'), ("run.json", "["), ("run.json", None)])
 def test_a_file_that_cannot_be_read_is_one_line_and_leaves_no_page(name, text, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     if text is None:
@@ -238,7 +237,7 @@ def test_no_text_of_a_run_becomes_an_element_of_the_page(tmp_path, monkeypatch):
     row |= {"question": NASTY, "answer": NASTY, "extracted": NASTY, NASTY: NASTY}
     held = {key: value for key, value in row.items() if key not in ("reward", "advantage")}
     folder = write_run(tmp_path / "a", [row], [held], **{key: NASTY for key in (NASTY, "model", "base", "data", "steps",
-                                                        "ended", "prompt_style", "about.date", "about.hardware")})
+                                                        "prompt_style", "about.date", "about.hardware")})
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward": 1.0, f"reward_{NASTY}": 1.0, NASTY: 2.0}))
     with open(folder / "metrics.jsonl", "a") as metrics:
         metrics.write("\n")

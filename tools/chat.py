@@ -11,15 +11,12 @@ computes the conversation from the start.
 import argparse
 import sys
 from contextlib import redirect_stdout, suppress
-from importlib.util import find_spec
-
-if find_spec("env") is None:                     # as python tools/chat.py, where no import works
-    sys.exit("chat.py: run it from the project's folder, as python -m tools.chat")
 
 import env  # isort: skip; its settings come before torch
 
-from evaluate import add_model_flags, load_model, open_model, parse, within
+from evaluate import add_model_flags, load_model, open_model, parse
 from files import UserError, first_line
+from harness.config import add_flag
 from prompts import prompt_function
 from sampler import Sampler, Sampling, engine_for
 from tasks.problems import Problem
@@ -87,15 +84,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(usage="chat [run] [flags], --help lists them",
                                      description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_flags(parser)
-    parser.add_argument("--prompt-style", help="as in train.py (default: plain)")
+    add_model_flags(parser, "plain")
     parser.add_argument("--question", help="answer this question and quit")
-    parser.add_argument("--max-new-tokens", type=within(int, 1, 2e9), default=1024,
-                        help="longest answer, in tokens (default: 1024)")
+    add_flag(parser, "max_new_tokens", 1024, "longest answer, in tokens (default: 1024)")
     with env.one_line("chat"):
         args, _ = parse(parser, "plain")
         with redirect_stdout(sys.stderr):        # stdout has only the answers
-            prompt_function(args.prompt_style)   # UserError if there is none
             device, kernels, folder, tokenizer = open_model(args)
             model = load_model(args, device, folder, tokenizer)
         length = min(folder.max_positions, LENGTH)

@@ -24,27 +24,13 @@ import argparse
 import base64
 import gzip
 import json
-import math
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
-
-if find_spec("env") is None:                     # as python tools/report.py, where no import works
-    sys.exit("report.py: run it from the project's folder, as python -m tools.report")
 
 import env  # isort: skip; its settings come before torch
 
-from files import (
-    UserError,
-    check_keys,
-    errors_name_file,
-    read_json,
-    read_log,
-    whole_number,
-    write_atomically,
-)
+from files import UserError, read_json, read_log, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
 PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
@@ -96,12 +82,10 @@ def log_rows(path: Path) -> list[dict]:
 def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
     """One metric's curve: the steps in ascending order, and the value at each.
 
-    Steps without a finite value are left out. A resumed run may have written a step twice; its
-    last row counts.
+    Steps without a value are left out.
     """
-    points = {row["step"]: row[key] for row in rows if isinstance(row.get(key), (int, float))}
-    steps = [step for step in sorted(points) if math.isfinite(points[step])]
-    return steps, [points[step] for step in steps]
+    points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), (int, float))]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def smooth(values: list[float], window: int) -> list[float]:
@@ -151,7 +135,6 @@ def read_run(folder: Path, every: int = 1) -> dict:
     Raises OSError, UserError or Stopped, with a message that names the file.
     """
     flags = read_json(folder / "run.json")
-    check_keys(folder / "run.json", flags, {"group_size": (*whole_number(1, 10**6), True)})
     metrics = log_rows(folder / "metrics.jsonl")
     problems = {}
     samples = read_answers(folder / "samples.jsonl", problems, flags["group_size"], every)
@@ -206,8 +189,7 @@ def main() -> None:
         html = page([read_run(run, args.every) for run in args.runs])
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, html.encode())
-        with errors_name_file("stdout"):
-            print(f"{out}: {len(html) / 1e6:.3g} MB", flush=True)
+        print(f"{out}: {len(html) / 1e6:.3g} MB")
 
 
 if __name__ == "__main__":
