@@ -65,7 +65,7 @@ from files import UserError, counted
 from lora import Linear, Scratch
 from ops import mm_fp32
 from prompts import Tokenizer
-from sampler import Sampler, Sampling, engine_for
+from sampler import Sampler, Sampling
 from tasks.problems import Problem, problems_at
 from weights import (
     NVFP4_CONFIG,
@@ -218,17 +218,16 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
 
 def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
                      problems: list[Problem], count: int, device: torch.device,
-                     kernels: str | None, codes: str = "gptq", max_new_tokens: int = 512,
-                     seed: int = 0) -> int:
+                     codes: str = "gptq", max_new_tokens: int = 512, seed: int = 0) -> int:
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes chosen by its
     own answers to `count` of the problems (all if they are fewer) -> how many it answered.
 
-    device, kernels: from harness.setup.choose_device. codes: a name in CODES. seed: of the choice
-    of problems and of the answers. UserError for fewer than two problems, or a quantized source.
+    codes: a name in CODES. seed: of the choice of problems and of the answers. UserError for fewer
+    than two problems, or a quantized source.
     """
     files = source_of(source, device)            # refuses what cannot be written before any answer
     some = problems_at(problems, seed, range(min(count, len(problems))))
-    texts = own_answers(source, tokenizer, some, device, kernels, max_new_tokens, seed)
+    texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed)
     to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
     return len(some)
 
@@ -240,8 +239,7 @@ class Text(NamedTuple):
 
 
 def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Problem],
-                device: torch.device, kernels: str | None, max_new_tokens: int, seed: int
-                ) -> list[Text]:
+                device: torch.device, max_new_tokens: int, seed: int) -> list[Text]:
     """The texts: answers at temperature 1 of the model in NVFP4. UserError for fewer than two
     problems.
     """
@@ -251,7 +249,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
-    sampler = Sampler(engine_for(kernels), model, longest, min(256, len(prompts)))
+    sampler = Sampler(model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
     gc.collect()                                 # an engine and its graphs refer to each other

@@ -44,7 +44,7 @@ from harness.config import Settings
 from harness.setup import choose_device, configure_cpu, refuse_large_rank
 from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, split_problems
 from ranks import say
-from sampler import Sampler, Sampling, Sequence, engine_for
+from sampler import Sampler, Sampling, Sequence
 from tasks import plugin
 from tasks.figures import evaluation_figures, paired_figures, sampler_entropy
 from tasks.problems import check_source, has_test_split, load_problems
@@ -172,15 +172,14 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
 # -----------------------------------------------------------------------------
 # The model, and the problems
 
-def open_model(args: argparse.Namespace) -> tuple[torch.device, str | None, ModelFolder, Tokenizer]:
-    """-> the device; which kernels decode there; the model's folder and its tokenizer. args.base is
-    decided.
+def open_model(args: argparse.Namespace) -> tuple[torch.device, ModelFolder, Tokenizer]:
+    """-> the device, the model's folder and its tokenizer. args.base is decided.
 
     UserError for all that can be wrong with the device, the adapter or the model, except for its
     weights: load_model() may take an hour to download them. What differs from the adapter's
     training is printed.
     """
-    device, kernels = choose_device(args.device, "auto", args.model)
+    device = choose_device(args.device, args.model)
     memory.bound(args.memory_gib, device)
     if args.adapter:
         (rank, _), _ = read_peft(args.adapter)
@@ -190,7 +189,7 @@ def open_model(args: argparse.Namespace) -> tuple[torch.device, str | None, Mode
     if args.adapter:
         tell_other_conditions(args.adapter, training_conditions(folder, args.base,
                                                                 args.prompt_style, args.thinking))
-    return device, kernels, folder, Tokenizer(folder.path, args.thinking)
+    return device, folder, Tokenizer(folder.path, args.thinking)
 
 
 def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFolder,
@@ -355,7 +354,7 @@ def main() -> None:
         args, run = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
         others = read_results(args.against) if args.against else None
-        device, kernels, folder, tokenizer = open_model(args)
+        device, folder, tokenizer = open_model(args)
         problems = problems_of(args, run, tokenizer)
         if others is not None:                   # UserError if no problem is in both
             paired_figures([{**vars(problem), "correct": 0.0} for problem in problems], others)
@@ -364,7 +363,7 @@ def main() -> None:
             args.max_new_tokens = max(1, min(4096, folder.max_positions - longest))
         folder.check_length(longest + args.max_new_tokens)
         model = load_model(args, device, folder, tokenizer)
-        sampler = Sampler(engine_for(kernels), model, longest + args.max_new_tokens,
+        sampler = Sampler(model, longest + args.max_new_tokens,
                           min(args.max_rows, len(problems) * args.samples))
         before = time.perf_counter()
         rows, idle = answer(args, tokenizer, problems, sampler, reward)

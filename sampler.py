@@ -2,7 +2,7 @@
 The sampler: groups of answers to many prompts, generated with a paged KV cache, and the log-prob
 with which each token was drawn (adapter, noise, temperature, top_k and top_p included).
 
-    sampler = Sampler(TorchEngine, model, max_length=2048)
+    sampler = Sampler(model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
 What Sampler.generate does, where a row is one answer:
@@ -369,13 +369,9 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
     return [functools.partial(attend, layer) for layer in kv]
 
 
-def engine_for(kernels: str | None) -> Callable:
-    """The engine class, as Sampler takes it. kernels: which of them decode, as
-    harness.setup.choose_device returned it; None on a CPU.
-    """
-    if kernels is None:
-        return TorchEngine
-    return functools.partial(on_gpu("GraphEngine"), kernels=kernels)
+def engine_for(device: torch.device) -> Callable:
+    """The engine that decodes on a device, as Sampler takes it."""
+    return TorchEngine if device.type == "cpu" else on_gpu("GraphEngine")
 
 
 # -----------------------------------------------------------------------------
@@ -492,7 +488,8 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
 
 
 class Sampler:
-    """Samples answers with an engine (TorchEngine, or see engine_for) on a KV cache of its own.
+    """Samples answers on a KV cache of its own. engine: a class like TorchEngine; by default
+    engine_for() chooses it by the model's device.
 
     A sequence (prompt and completion) has at most max_length tokens, and at most max_rows of them
     are decoded at a time. The KV cache is as large as max_rows sequences of full length need, but
@@ -500,10 +497,10 @@ class Sampler:
     of the machine's. UserError if the cache does not hold even one sequence.
     """
 
-    def __init__(self, engine_class: Callable, model: Qwen, max_length: int,
-                 max_rows: int = 256, kv_gib: float | None = None):
+    def __init__(self, model: Qwen, max_length: int, max_rows: int = 256,
+                 kv_gib: float | None = None, engine: Callable | None = None):
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
-        self.engine = engine_class(model, kv, max_rows)
+        self.engine = (engine or engine_for(model.device))(model, kv, max_rows)
         self.pool = BlockPool(kv.shape[2])
         self.ahead = []                          # prefixes that were prefilled before any row came
         self.max_length = max_length

@@ -86,12 +86,17 @@ NARROW_TILE = 64        # the columns of a program instead, where a rank is too 
 assert RowState._fields[:len(Rows._fields) - 1] == Rows._fields[:-1]  # decode() copies Rows in
 
 
-def decode_matmul_for(name: str | None) -> Callable | None:
-    """The matmul of --kernels `name`, "hopper" or "portable". None, a CPU, packs no weights."""
-    if name == "hopper":
-        from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
-        return hopper_matmul
-    return portable_matmul if name == "portable" else None
+def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Callable:
+    """The 4-bit matmul of a decode step. kernels: "hopper" or "portable"; None: the faster one on
+    this GPU. UserError for "hopper" on another GPU.
+    """
+    on_hopper = capability(device)[0] == 9
+    if kernels == "portable" or not (on_hopper or kernels):
+        return portable_matmul
+    if not on_hopper:
+        raise UserError(f"--kernels hopper: {device} is not a Hopper GPU (sm_90)")
+    from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
+    return hopper_matmul
 
 
 def finishing_kib(rank: int, columns: int) -> float:
@@ -139,8 +144,7 @@ def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> Atte
     return AttentionPlan(1, siblings, 4, 16)
 
 
-def launch_matmul(linear: Linear, x: torch.Tensor,
-                  decode_matmul: Callable | None) -> UnfinishedLinear:
+def launch_matmul(linear: Linear, x: torch.Tensor, decode_matmul: Callable) -> UnfinishedLinear:
     """Launches the linear's matmul with x (n, K); a kernel of kernels.py finishes it.
 
     decode_matmul: for packed weights and few rows; others are expanded to 16 bits first.
@@ -196,14 +200,14 @@ class GraphStore(dict):
 
 
 class GraphEngine(TorchEngine):
-    """sampler.TorchEngine's fast twin. kernels: which matmul decodes, see decode_matmul_for.
+    """sampler.TorchEngine's fast twin. kernels: see decode_matmul_for.
 
     Raises UserError for a model whose sizes the kernels do not take.
     """
     window = WINDOW
     prefill_ahead = PREFILL_SIZES[-1] // KV_BLOCK - 1  # one prefix of a graph is of spare tokens
 
-    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None):
+    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None = None):
         c = model.config
         if c.head_dim not in (64, 128):
             raise UserError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
@@ -224,8 +228,7 @@ class GraphEngine(TorchEngine):
         self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
         self.shared_memory = shared_memory_kib(capability(kv.device))
         self.wide_steps_fit = c.head_dim == 64 or self.shared_memory > 128
-        matmul = decode_matmul_for(kernels)
-        self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
+        self.matmul = functools.partial(decode_matmul_for(kv.device, kernels), pdl=pdl)
 
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=kv.device)

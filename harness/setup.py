@@ -36,7 +36,7 @@ from learner import Learner
 from ops import on_gpu
 from prompts import Tokenizer, digest_of, prompt_function, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
-from sampler import KV_BLOCK, Sampler, engine_for
+from sampler import KV_BLOCK, Sampler
 from tasks import plugin
 from tasks.problems import check_source
 from weights import (
@@ -86,7 +86,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     phases = Phases()
     wanted, adapter, rank = settings.memory, settings.model.adapter, settings.model.lora_rank
     check_model(settings.model.model)
-    device, kernels = choose_device(wanted.device, "auto", settings.model.model)
+    device = choose_device(wanted.device, settings.model.model)
     memory.bound(wanted.memory_gib, device)
     refuse_large_rank(rank, device, f"--adapter {adapter}: its rank of {rank}" if adapter
                       else f"--lora-rank {rank}")
@@ -99,8 +99,8 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     settings = with_decided_default(settings, device, folder.config)
     console = Console(settings)
     console.greet(problems, held_out, device)
-    if kernels:
-        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+    if device.type == "cuda":
+        say(f"on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
     flags |= without_places(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out, settings.data.reward)
@@ -110,11 +110,11 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     sizes = qwen.ModelConfig.from_json(folder.config)
     if settings.model.train == "full":
         check_full_size(settings, sizes, device)
-    elif kernels:
+    elif device.type == "cuda":
         memory.check_size(settings.model.model, sizes, settings.model.base, rank,
                           memory.free_memory(wanted.memory_gib),
                           (folder.config.get("quantization_config") or {}).get("ignore", ()))
-    model = read_model(settings, folder, tokenizer, problems, device, kernels, phases)
+    model = read_model(settings, folder, tokenizer, problems, device, phases)
     flags["weights_sha256"] = model.folder.sha256()
     check_unchanged(before, flags, "weights_sha256", f"--model {model.folder.name}: other weights")
     conditions = training_conditions(model.folder, settings.model.base,
@@ -130,7 +130,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
                       optim.max_grad_norm, optim.weight_decay)
     limits = memory.Limits(wanted.memory_gib, None, wanted.micro_batch_tokens)
     with phases("memory plan"):
-        sampler = divide_memory(model, learner, engine_for(kernels), limits, settings.rollout,
+        sampler = divide_memory(learner, limits, settings.rollout,
                                 settings.data.max_prompt_tokens, len(held_out),
                                 limits_at_start(before, limits))
     flags["memory_plan"] = limits._asdict() | {
@@ -222,7 +222,7 @@ def check_full_size(settings: Settings, sizes: qwen.ModelConfig, device: torch.d
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None, phases: Phases) -> qwen.Qwen:
+               device: torch.device, phases: Phases) -> qwen.Qwen:
     """-> the model of --base and --calibrate, with a new adapter, that of --adapter, or all of its
     weights trainable.
     """
@@ -232,7 +232,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     base = folder.choose_base(wanted.base)
     if wanted.calibrate:
         with phases("calibration"):
-            folder = calibrated(settings, folder, tokenizer, problems, device, kernels)
+            folder = calibrated(settings, folder, tokenizer, problems, device)
     with phases("weights"):
         model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
@@ -249,14 +249,14 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
 
 
 def calibrated(settings: Settings, source: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None) -> ModelFolder:
+               device: torch.device) -> ModelFolder:
     """-> OUT/base, where rank 0 writes the model in NVFP4, unless it is there: a resumed run."""
     general = settings.general
     folder = Path(general.out) / "base"
     if RANK == 0 and not folder.exists():
         calibrate.write_calibrated(source, folder, tokenizer, problems, settings.model.calibrate,
-                                   device, kernels, "gptq",
-                                   min(512, settings.rollout.max_new_tokens), general.seed)
+                                   device, "gptq", min(512, settings.rollout.max_new_tokens),
+                                   general.seed)
     gather([])                                   # the other ranks wait here
     return ModelFolder(folder)
 
@@ -287,12 +287,13 @@ def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits
     return memory.Limits(**plan | {"memory_gib": limits.memory_gib})
 
 
-def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: memory.Limits,
-                  rollout: Rollout, max_prompt_tokens: int, num_held_out: int,
+def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
+                  max_prompt_tokens: int, num_held_out: int,
                   began: memory.Limits | None = None) -> Sampler:
-    """-> the sampler, with this engine (see sampler.engine_for) and its KV pool. Sets the learner's
+    """-> the sampler of the learner's model, with its KV pool. Sets the learner's
     micro_batch_tokens and kept_layers. began: see limits_at_start; replaces `limits` if it fits.
     """
+    model = learner.model
     longest = max_prompt_tokens + rollout.max_new_tokens
     limits = limits._replace(max_rows=rollout.max_rows)
     # Of what a step samples, and of what is held out, each rank has its share.
@@ -314,12 +315,12 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
             plan = plan_of(limits)
         plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks,
         rows = min(gather([plan.max_rows]))      # and one number of rows
-        sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
+        sampler = Sampler(model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
     else:
         rows = min((began or limits).max_rows or memory.MAX_ROWS[0], answers)
-        sampler = Sampler(engine, model, longest, rows, (began or limits).kv_gib)
+        sampler = Sampler(model, longest, rows, (began or limits).kv_gib)
         tokens = (began or limits).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations are cheaper to keep than to compute again.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
@@ -371,27 +372,14 @@ def begin(run: Run) -> Progress:
 
 
 # -----------------------------------------------------------------------------
-# Where a process computes, and which kernels decode there
+# Where a process computes
 
-
-KERNELS = "hopper", "portable"                   # which 4-bit matmul decodes
-
-
-def choose_device(name: str | None, kernels: str, model: str | Path
-                  ) -> tuple[torch.device, str | None]:
-    """--device and --model of a program, and "auto" or one of KERNELS -> the device, and which
-    kernels decode there (None on a CPU). UserError for what this machine does not have.
-    """
-    device = device_of(name, model)
-    return device, kernels_for(device, kernels)
-
-
-def device_of(name: str | None, model: str | Path) -> torch.device:
+def choose_device(name: str | None, model: str | Path) -> torch.device:
     """--device -> the device, which becomes torch's current one: Triton launches there. Under
     torchrun it is this rank's GPU; without a name, a GPU if there is one, else the CPU.
 
-    UserError if there is no such device, or if a model would be downloaded for a CPU that
-    --device cpu does not ask for.
+    UserError if there is no such device, if the kernels do not run on it, or if a model would be
+    downloaded for a CPU that --device cpu does not ask for.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -408,17 +396,13 @@ def device_of(name: str | None, model: str | Path) -> torch.device:
     if index >= torch.cuda.device_count():
         raise UserError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    load_kernels(device)
+    return device
 
 
-def kernels_for(device: torch.device, wanted: str) -> str | None:
-    """"auto" or one of KERNELS -> which of KERNELS decodes; None on a CPU. UserError if the device
-    cannot run it.
-    """
-    if device.type != "cuda":
-        if wanted != "auto":
-            raise UserError(f"--kernels {wanted} is for a GPU, --device is {device}")
-        return None
+def load_kernels(device: torch.device) -> None:
+    """Registers fast/ for this GPU. UserError if its kernels do not run there."""
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
         raise UserError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
     major, minor = torch.cuda.get_device_capability(device)
@@ -427,12 +411,7 @@ def kernels_for(device: torch.device, wanted: str) -> str | None:
         raise UserError(f"--device {device}: {gpu}: the kernels need sm_80 (Ampere) or later")
     if not importlib.util.find_spec("triton"):
         raise UserError(f"--device {device}: a GPU needs Triton: pip install triton")
-    if wanted == "hopper" and major != 9:
-        raise UserError(f"--kernels hopper: {gpu}: it needs sm_90")
-    import fast  # noqa: F401, late: it needs Triton, and registers the kernels
-    if wanted == "auto":
-        return "hopper" if major == 9 else "portable"
-    return wanted
+    import fast  # noqa: F401, late: it needs Triton
 
 
 def refuse_large_rank(rank: int, device: torch.device, what: str) -> None:

@@ -27,7 +27,6 @@ def measured(on_cpu, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["bench.py", command, "--model", "random:toy", "--lora-rank", "2",
                                           *map(str, [*FLAGS[command], *flags])])
         function, args = bench.read_flags()
-        args.kernels = None                                # on a CPU
         return function(args)
     return figures
 
@@ -161,7 +160,7 @@ def test_an_update_trains_on_all_answers_and_counts_their_micro_batches(measured
     assert figures["floor_of_seconds"] == pytest.approx(figures["floor"] / figures["seconds"])
 
 
-def test_the_kernels_are_said_first_and_the_line_to_send_back_has_the_cards_sizes(fake_gpu, monkeypatch, capsys):
+def test_the_card_is_said_first_and_the_line_to_send_back_has_its_sizes(fake_gpu, monkeypatch, capsys):
     sizes = dict(major=8, minor=6, multi_processor_count=84, shared_memory_per_block_optin=101376, L2_cache_size=2**22)
     fake_gpu((8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(**sizes))
@@ -169,9 +168,9 @@ def test_the_kernels_are_said_first_and_the_line_to_send_back_has_the_cards_size
     monkeypatch.setattr(sys, "argv", ["bench.py", "linears", "--rows", "1", "64"])
     bench.main()
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "decode kernels: portable, on a GPU"
+    assert first == "on a GPU"
     said = json.loads(last)
-    assert said["model"] == "7b" and said["kernels"] == "portable"
+    assert said["model"] == "7b" and said["kernels"] is None
     assert said["decode"] == {"1": {"rows": 1, "rank": 0}, "64": {"rows": 64, "rank": 0}}
     assert said["gpu"] == sizes | {"shared_memory_per_multiprocessor": None}                 # this torch lacks it
 

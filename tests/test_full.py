@@ -27,7 +27,7 @@ from files import UserError
 from harness.config import read_settings
 from learner import AdamW, Batch, Learner
 from model import load
-from sampler import Sampler, Sampling, TorchEngine
+from sampler import Sampler, Sampling
 from tools import convert
 
 runs = test_train.runs                           # the fixture
@@ -95,7 +95,7 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model)
-    sampler = Sampler(TorchEngine, model, 64)                             # made before, as its graphs are on a GPU
+    sampler = Sampler(model, 64)                             # made before, as its graphs are on a GPU
     addresses = [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
     before = {name: t.clone() for name, t in weights.tensors(weights.master.data)}
     for name, t in before.items():

@@ -45,11 +45,12 @@ from evaluate import within
 from files import UserError
 from harness import memory
 from harness.config import Rollout
-from harness.setup import KERNELS, choose_device, divide_memory
+from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner, micro_batches
 from lora import Linear, attach
+from ops import ON_GPU
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
-from sampler import Rollouts, Row, Sampler, Sampling, engine_for
+from sampler import Rollouts, Row, Sampler, Sampling
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -173,7 +174,7 @@ def random_bf16(*shape):
 def decode_figures(shapes, M, rank, kernels):
     """Figures of the decode matmul with M rows, for one layer."""
     from fast.decode import decode_matmul_for
-    decode_matmul = functools.partial(decode_matmul_for(kernels),
+    decode_matmul = functools.partial(decode_matmul_for(DEVICE, kernels),
                                       pdl=torch.cuda.get_device_capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
@@ -242,8 +243,7 @@ def load_figures(model, sampler, B, prompt, new):
 def rollout(args: argparse.Namespace) -> dict:
     """The sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
-    sampler = Sampler(engine_for(args.kernels), model, args.prompt + args.new, max(args.batch),
-                      args.kv_gib)
+    sampler = Sampler(model, args.prompt + args.new, max(args.batch), args.kv_gib)
     figures = {B: print_figures(f"B={B}", load_figures(model, sampler, B, args.prompt, args.new))
                for B in args.batch}
     return {"weight_gb": weight_bytes(model) / 1e9,
@@ -277,8 +277,7 @@ def planned(args: argparse.Namespace, learner: Learner, prompt_tokens: int,
     sizes: fields of config.Rollout.
     """
     limits = memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
-    return divide_memory(learner.model, learner, engine_for(args.kernels), limits,
-                         Rollout(**sizes), prompt_tokens, num_held_out=0)
+    return divide_memory(learner, limits, Rollout(**sizes), prompt_tokens, num_held_out=0)
 
 
 def update(args: argparse.Namespace) -> dict:
@@ -373,8 +372,7 @@ def read_flags() -> tuple[Callable, argparse.Namespace]:
     add("command", choices=commands)
     add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
     add("--base", choices=nvfp4.FORMATS, default="nvfp4")
-    add("--kernels", choices=("auto", *KERNELS), default="auto", help="decode "
-        "kernels (default: auto)")
+    add("--kernels", choices=("hopper", "portable"), help="decode kernels (default: by the GPU)")
     add("--lora-rank", type=int, default=32, help="0: no adapter (default: 32; linears: 0)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
         help="linears: numbers of rows of x")
@@ -407,9 +405,11 @@ def main() -> None:
     with env.one_line("bench"):
         if not torch.cuda.is_available():
             raise UserError("needs a GPU, and torch sees none")
-        _, args.kernels = choose_device("cuda", args.kernels, args.model)
+        choose_device("cuda", args.model)
+        if args.kernels:
+            ON_GPU["GraphEngine"] = functools.partial(ON_GPU["GraphEngine"], kernels=args.kernels)
         gpu = torch.cuda.get_device_name()
-        say(f"decode kernels: {args.kernels}, on {gpu}")
+        say(f"on {gpu}")
         figures = function(args)
         properties = torch.cuda.get_device_properties(DEVICE)
         sizes = {name: getattr(properties, name, None) for name in SIZES_OF_GPU}  # not in all torch

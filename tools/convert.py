@@ -33,7 +33,7 @@ from evaluate import within
 from files import UserError, must_be_new
 from harness import config
 from harness.console import command
-from harness.setup import device_of, kernels_for
+from harness.setup import choose_device
 from prompts import STYLES, Tokenizer, encode_prompts
 from tasks.problems import check_source, load_problems
 from weights import ModelFolder, files_to_copy, model_tensors, read_peft, save_model
@@ -46,18 +46,17 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
         raise UserError(f"--codes {codes} needs --calibrate N")
     check_source(args.data)
     folder = ModelFolder(args.source)
-    device = device_of(args.device, folder.path)
+    device = choose_device(args.device, folder.path)
     folder.choose_base("nvfp4")                  # says what is lost of a merged adapter
     what = f"{args.source} in NVFP4, codes by {codes}"
     if not args.calibrate:
         calibrate.to_nvfp4(calibrate.source_of(folder, device), args.out, codes)
         tell(args.out, what)
         return
-    kernels = kernels_for(device, "auto")
     tokenizer = Tokenizer(folder.path, args.thinking)
     problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
     count = calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate,
-                                       device, kernels, codes, seed=args.seed)
+                                       device, codes, seed=args.seed)
     tell(args.out, f"{what} from answers to {count} problems of {args.data}",
          "--model", args.out, "--data", args.data,
          *(["--thinking", "on"] if args.thinking == "on" else []))
@@ -69,9 +68,7 @@ def write_merged(args: argparse.Namespace) -> None:
     if trained.train == "full":
         raise UserError(f"{args.source}: was trained with --train full, so there is no adapter to "
                         f"merge; the model is {Path(args.source) / 'model'}")
-    device = device_of(args.device, args.source)
-    if trained.base != "bf16":
-        kernels_for(device, "auto")              # refuses a GPU that has none
+    device = choose_device(args.device, args.source)
     adapter = Path(args.source) / "adapter"
     read_peft(adapter)
     folder = ModelFolder(trained.model)

@@ -21,7 +21,7 @@ from harness.setup import configure_cpu
 from learner import Batch, Learner
 from model import load
 from prompts import Tokenizer, encode_prompts
-from sampler import Sampler, Sampling, TorchEngine
+from sampler import Sampler, Sampling
 from tasks.problems import load_problems, problems_at
 from weights import Shards
 
@@ -116,7 +116,7 @@ print("\na noisy norm before W, and W with noisy columns, give the same: "
 # %% 4. Eight answers
 # The sampler draws each token and records its log-prob. The random number is a hash of (seed,
 # place, number of the answer, position).
-sampler = Sampler(TorchEngine, model, max_length=128)
+sampler = Sampler(model, max_length=128)
 sampling = Sampling(MAX_NEW_TOKENS, tokenizer.end_ids, temperature=1.0, seed=SEED)
 with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
     rollouts = sampler.generate([problem.prompt], GROUP_SIZE, sampling, [PLACE])
