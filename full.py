@@ -86,29 +86,27 @@ class _Score(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, rstd, leaf, head, targets, live, temperature):
-        ctx.save_for_backward(x, rstd, targets)
-        ctx.leaf, ctx.head, ctx.live, ctx.temperature = leaf, head, live, temperature
-        logprobs, entropy = token_logprobs(x.detach(), rstd.detach(), head, targets, live,
-                                           temperature)
+    def forward(ctx, x, scale, leaf, head, targets, live):
+        ctx.save_for_backward(x, scale, targets)
+        ctx.leaf, ctx.head, ctx.live = leaf, head, live
+        logprobs, entropy = token_logprobs(x.detach(), scale.detach(), head, targets, live)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, dlogprobs, _):
-        x, rstd, targets = ctx.saved_tensors
-        dx, drstd = torch.empty_like(x), torch.empty_like(rstd)
+        x, scale, targets = ctx.saved_tensors
+        dx, dscale = torch.empty_like(x), torch.empty_like(scale)
         for i in range(0, len(x), LOGIT_ROWS):
             s = slice(i, i + LOGIT_ROWS)
             upstream = dlogprobs[s, None]
-            scale = rstd[s] / ctx.temperature
             (picked, _, mean_logit), dlogits = softmax_at(
-                mm_fp32(x[s], ctx.head.T), scale, targets[s], ctx.live, x.dtype)
-            scaled = scale * upstream
+                mm_fp32(x[s], ctx.head.T), scale[s], targets[s], ctx.live, x.dtype)
+            scaled = scale[s] * upstream
             dx[s] = mm_fp32(dlogits, ctx.head) * scaled
-            drstd[s] = (picked - mean_logit)[:, None] / rstd[s] * upstream
+            dscale[s] = (picked - mean_logit)[:, None] / scale[s] * upstream
             add_mm(ctx.leaf.grad, dlogits.T, (x[s] * scaled).to(x.dtype))
-        return dx, drstd, None, None, None, None, None
+        return dx, dscale, None, None, None, None
 
 
 # -----------------------------------------------------------------------------
@@ -218,8 +216,8 @@ def attach(model: Qwen) -> Weights:
     if model.config.tied:
         model.lm_head, head = model.embed, embedding
     model.embedded = lambda tokens: _LookUp.apply(embedding, tokens, model.embed)
-    model.score = lambda x, rstd, targets, temperature: _Score.apply(
-        x, rstd, head, model.lm_head, targets, model.live_vocab, temperature)
+    model.score = lambda x, scale, targets: _Score.apply(
+        x, scale, head, model.lm_head, targets, model.live_vocab)
     model.adapter = weights
     weights.sync()
     return weights

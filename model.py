@@ -307,16 +307,15 @@ class Qwen(torch.nn.Module):
         at = torch.tensor(layout.predictors, device=self.device)
         completions = [t for row, start in zip(rows, starts) for t in row[start:]]
         targets = torch.tensor(completions, device=self.device)
-        return self.score(xw[at], rstd[at], targets, temperature)
+        return self.score(xw[at], rstd[at] / temperature, targets)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The residual stream before the first layer: tokens (T,) -> (T, D) fp32."""
         return self.embed[tokens].float()
 
-    def score(self, x: Tensor, rstd: Tensor, targets: Tensor,
-              temperature: float) -> tuple[Tensor, Tensor]:
+    def score(self, x: Tensor, scale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """ops.token_logprobs with this model's head."""
-        return token_logprobs(x, rstd, self.lm_head, targets, self.live_vocab, temperature)
+        return token_logprobs(x, scale, self.lm_head, targets, self.live_vocab)
 
 
 # -----------------------------------------------------------------------------
