@@ -267,7 +267,7 @@ class Chunk:
         self.texts = texts
         layout = lay_out(*zip(*texts))
         self.predictors = torch.tensor(layout.predictors, device=embed.device)
-        self.attend = PackedAttention(layout.trunks, embed.device, layout.branches)
+        self.attend = PackedAttention(layout.prefixes, embed.device, layout.suffixes)
         self.rope = qwen.rope_table(self.attend.positions, config)
         self.exact = embed[torch.tensor(layout.tokens, device=embed.device)].float()
         self.coded = self.exact.clone()

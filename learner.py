@@ -163,8 +163,8 @@ class Learner:
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
-        mine = self.accumulate_gradient(batch, weights, RANK, WORLD)
-        of_ranks = [sums for sums in gather([mine]) if sums]
+        local_sums = self.accumulate_gradient(batch, weights, RANK, WORLD)
+        of_ranks = [sums for sums in gather([local_sums]) if sums]
         if not of_ranks:
             return Update({}, 0.0, lr)
         sums = functools.reduce(grpo.add_sums, of_ranks)
@@ -188,9 +188,9 @@ class Learner:
 
         Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
         """
-        # Without a KL term rows of advantage 0 have no gradient: they are skipped. Such a row still
-        # counts in the divisor, which is in the weights already.
-        teaches = (batch.advantages != 0) | self.loss.acts_on_all_rows
+        # A row of advantage 0 has no gradient but that of a KL term, and is skipped without one. It
+        # still counts in the divisor, which is in the weights already.
+        teaches = (batch.advantages != 0) | self.loss.needs_reference
         trained = torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
         prompts = [batch.rows[b].prompt for b in trained]
         completions = [batch.rows[b].completion for b in trained]

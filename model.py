@@ -300,7 +300,7 @@ class Qwen(torch.nn.Module):
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
         layout = lay_out(rows, starts)
-        attend = PackedAttention(layout.trunks, self.device, layout.branches)
+        attend = PackedAttention(layout.prefixes, self.device, layout.suffixes)
         attends = [attend] * len(self.layers)
         tokens = torch.tensor(layout.tokens, device=self.device)
         xw, rstd = self.hidden(tokens, attends, attend.positions, kept_layers)

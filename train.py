@@ -62,13 +62,12 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
     the user's parts without the one called `shaping` (`parts` keeps all of them). `format` says
     whether the answer has the form that was asked for, `finished` whether it came to its end before
     --max-new-tokens.
-    Two values are added here. `extra` is that part, which compare() counts apart from `task`.
-    grpo.group_advantages gets `task` as the reward, and `extra` beside it. `reward`, their sum, is
-    only logged.
+    Two values are added here: `shaping`, that part or 0, and `reward`, their sum, which is only
+    logged. grpo.group_advantages counts `shaping` apart from `task`.
     """
     for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
-        extra = found.get("parts", {}).get("shaping", 0.0)
-        row.graded = found | {"extra": extra, "reward": found["task"] + extra}
+        shaping = found.get("parts", {}).get("shaping", 0.0)
+        row.graded = found | {"shaping": shaping, "reward": found["task"] + shaping}
     return rollouts
 
 
@@ -76,17 +75,6 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
     """A value that is known of each row, (B,): float64, int64 or bool, as precise as Python's own.
     """
     return torch.from_numpy(np.array([row.graded[key] for row in rows]))
-
-
-def compare(rows: list[Row], group_size: int, scale: str) -> torch.Tensor:
-    """-> advantages (B,): how much better each answer is than the others to its problem.
-
-    scale: what --advantage-scale says, one of grpo.SCALES.
-
-    `extra` counts only in groups whose answers differ in `task`; grpo.group_advantages says why.
-    """
-    task, extra = column(rows, "task"), column(rows, "extra")
-    return grpo.group_advantages(task, group_size, scale, extra)
 
 
 # -----------------------------------------------------------------------------
@@ -282,12 +270,14 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
-            mine = sample(run.sampler, prompts, G, sampling, places)
+            local = sample(run.sampler, prompts, G, sampling, places)
 
         # 2) Score. Then every rank gets the rows of all, in the same order.
-        scored = score(run.grade, problems, mine)
+        scored = score(run.grade, problems, local)
         rollouts = functools.reduce(operator.add, gather([scored]))
-        advantages = compare(rollouts.rows, G, objective.advantage_scale)
+        advantages = grpo.group_advantages(column(rollouts.rows, "task"), G,
+                                           objective.advantage_scale,
+                                           column(rollouts.rows, "shaping"))
 
         # 3) Update the adapter.
         updating = time.perf_counter()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import grpo
 import train
 from examples import calculator
 from model import load
@@ -39,7 +40,8 @@ def test_the_shaping_of_my_reward_never_outvotes_the_task(score):
         graded = [dict(parts=parts, task=parts["correct"]) for parts in (better, worse)]
         answers = Rollouts([Row([1], [2], torch.zeros(1), finished=True) for _ in graded])
         rows = train.score(lambda *_: graded, [], answers).rows
-        first, second = train.compare(rows, 2, "none").tolist()
+        task, shaping = train.column(rows, "task"), train.column(rows, "shaping")
+        first, second = grpo.group_advantages(task, 2, "none", shaping).tolist()
         assert first > 0 > second
 
 
