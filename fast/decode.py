@@ -62,7 +62,7 @@ from marlin_fp4 import (
 )
 from model import Qwen
 from ops import mm_fp32
-from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
+from sampler import KV_BLOCK, DecodeBatch, Sampling, TorchEngine, fill_cache, filter_logits
 
 # A graph for each number of rows, made when it is needed; steps of other numbers have spare rows.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512)
@@ -83,7 +83,7 @@ PROGRAM_SIZES = {
     512: (128, (8, 8), (4, 4), (16, 8)),
 }
 NARROW_TILE = 64        # the columns of a program instead, where a rank is too large for 128
-assert RowState._fields[:len(Rows._fields) - 1] == Rows._fields[:-1]  # decode() copies Rows in
+assert RowState._fields[:len(DecodeBatch._fields) - 1] == DecodeBatch._fields[:-1]  # for decode()
 
 
 def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Callable:
@@ -252,7 +252,7 @@ class GraphEngine(TorchEngine):
         self.prefills = GraphStore()  # its keys: tokens
 
     def batch_size(self, n: int) -> int:
-        """The rows that a step of n live rows computes: those of the next larger graph."""
+        """The rows that a step of n running rows computes: those of the next larger graph."""
         return next(size for size in self.sizes if size >= n)
 
     def attention_plan(self, size: int) -> AttentionPlan:
@@ -262,22 +262,22 @@ class GraphEngine(TorchEngine):
 
     def most_siblings(self, n: int) -> int:
         """As TorchEngine.most_siblings."""
-        # Of the graph's rows, not the live ones: a row past what a program takes is not computed.
+        # Of the graph's rows, not the running ones: a program computes no row past its share.
         return self.attention_plan(self.batch_size(n)).SIBLINGS
 
     @torch.no_grad()
-    def decode(self, rows: Rows, steps: int,
+    def decode(self, batch: DecodeBatch, steps: int,
                sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As TorchEngine.decode, for at most WINDOW steps."""
-        n = len(rows.pos)
+        n = len(batch.pos)
         ends = sorted(sampling.end_ids)
         assert len(ends) <= MAX_END_IDS, f"{len(ends)} end ids, at most {MAX_END_IDS}"
         if self.table is None:
-            self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
+            self.table = self.rows.new_zeros(self.max_rows, batch.table.shape[1])
         run = self.graph(self.batch_size(n), sampling)
-        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # all but the table, see the top
-        self.state.alive[:n] = rows.limit > rows.pos
-        self.table[:n] = rows.table
+        self.rows[:len(batch) - 1, :n] = torch.stack(batch[:-1])  # all but the table, see the top
+        self.state.alive[:n] = batch.limit > batch.pos
+        self.table[:n] = batch.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_END_IDS - len(ends))))
         self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
         for _ in range(steps):
@@ -320,7 +320,7 @@ class GraphEngine(TorchEngine):
 
     def graph(self, size: int, sampling: Sampling) -> Callable:
         """What runs one step of `size` rows. All of them are spare rows until decode() fills them
-        in, since capturing a graph runs a step, which must not touch any live row's cache.
+        in, since capturing a graph runs a step, which must not touch any running row's cache.
         """
         self.rows[:, :size] = self.nobody
         self.table[:size] = 0

@@ -101,7 +101,9 @@ class RotaryTable(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """Each row's state, int64 (M,): sampler.Rows without its table, and what pick_kernel counts."""
+    """Each row's state, int64 (M,): sampler.DecodeBatch without its table, and what pick_kernel
+    counts.
+    """
     token: tl.tensor        # the next input
     pos: tl.tensor          # its position
     prefix: tl.tensor       # tokens of the row's prefix

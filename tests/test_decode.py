@@ -42,7 +42,7 @@ from aqn import noisy_norms
 from fast import decode, hopper_fp4, kernels
 from files import UserError
 from ops import mm_fp32
-from sampler import Rows, Sampling
+from sampler import DecodeBatch, Sampling
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -514,7 +514,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
 
 def random_rows(n, width, gen):
     pos = torch.randint(0, 250, (n,), generator=gen, device=DEVICE)
-    return Rows(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
+    return DecodeBatch(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
                 prefix=(torch.rand(n, generator=gen, device=DEVICE) * (pos + 1)).long(), limit=pos + 100,
                 siblings=torch.ones_like(pos),
                 key=torch.randint(0, 2**62, (n,), generator=gen, device=DEVICE),
@@ -634,7 +634,7 @@ def test_a_group_is_cut_by_what_a_program_of_its_graph_takes(monkeypatch):
     engine.table = torch.zeros(256, 3, dtype=torch.int64, device=DEVICE)
     for n, most in ((1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (100, 4), (129, 8), (256, 8)):
         plans.clear()
-        rows = answers._rows(answers._sequences([[5] * 9], n, Sampling(4), None))
+        rows = answers._decode_batch(answers._sequences([[5] * 9], n, Sampling(4), None))
         with torch.no_grad():
             engine.step(engine.batch_size(n), sampling())
         assert [plan.SIBLINGS for plan in plans] == [most] and rows.siblings.max() == most and rows.siblings.sum() == n
@@ -671,7 +671,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(gen):
     again = engine.decode(rows, 4, sampling())
     assert all(torch.equal(x, y) for x, y in zip(first, again))
     order = torch.tensor([6, 2, 4, 0, 5], device=DEVICE)             # 5 rows and 7 rows both run as 8
-    moved = engine.decode(Rows(*(t[order] for t in rows)), 4, sampling())
+    moved = engine.decode(DecodeBatch(*(t[order] for t in rows)), 4, sampling())
     assert torch.equal(first[1][:, order], moved[1]) and torch.equal(first[0][:, order], moved[0])
 
 

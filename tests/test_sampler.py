@@ -380,7 +380,7 @@ class HashEngine(TorchEngine):
             self.values[block[n, pos], offset[n, pos]] = pos
             valid = (p <= pos[:, None]) & alive[:, None]
             ids, positions = self.keys[block, offset], self.values[block, offset]
-            assert (block[valid] > 0).all(), "a live row read the scratch block"
+            assert (block[valid] > 0).all(), "a running row read the scratch block"
             assert (positions == p)[valid].all(), "a slot holds another position's token"
             terms = scramble(np.where(valid, ids, 0).astype(np.uint64) << np.uint64(32) | p.astype(np.uint64))
             context = np.where(valid, terms, np.uint64(0)).sum(axis=1)
@@ -397,24 +397,24 @@ class AuditedSampler(Sampler):
     """Checks before every window that each kv_block is free or belongs to one prefix or one row, and none is lost."""
     preempted = waited = 0                                                # waited: windows with a prefix of no row
 
-    def _rows(self, live):
-        prefixes = {id(prefix): prefix for prefix in [*self.ahead, *(s.prefix for s in live)]}.values()
+    def _decode_batch(self, running):
+        prefixes = {id(prefix): prefix for prefix in [*self.ahead, *(s.prefix for s in running)]}.values()
         self.waited += any(prefix.blocks and not prefix.users for prefix in prefixes)
-        blocks = self.pool.free + [b for s in live for b in s.blocks]
+        blocks = self.pool.free + [b for s in running for b in s.blocks]
         blocks += [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
-        assert len(set(map(id, live))) == len(live) <= self.max_rows
-        for s in live:                                                    # no row holds one that it does not need yet
+        assert len(set(map(id, running))) == len(running) <= self.max_rows
+        for s in running:                                                    # no row holds one that it does not need yet
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
             assert len(s.blocks) * KV_BLOCK - own in range(KV_BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
-            assert prefix.users == sum(s.prefix is prefix for s in live)
-        rows, leader = super()._rows(live), 0
-        for row, (s, count) in enumerate(zip(live, rows.siblings.tolist())):
+            assert prefix.users == sum(s.prefix is prefix for s in running)
+        rows, leader = super()._decode_batch(running), 0
+        for row, (s, count) in enumerate(zip(running, rows.siblings.tolist())):
             leader = row if count else leader                             # rows [leader, leader + count): one prefix
-            most = self.engine.most_siblings(len(live))
-            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= most
-        assert rows.siblings.sum() == len(live)
+            most = self.engine.most_siblings(len(running))
+            assert s.prefix is running[leader].prefix and row - leader < rows.siblings[leader] <= most
+        assert rows.siblings.sum() == len(running)
         return rows
 
     def _release(self, s):
@@ -589,7 +589,7 @@ def test_a_prefill_takes_the_prefixes_that_wait_next_along():
     prompts = [[3 + n] * n for n in (31, 41, 1, 21, 61, 11)]              # prefixes of 30, 40, 0, 20, 60 and 10 tokens
     generate(Sampler(HashModel(), 120, max_rows=2, engine=Recording), prompts, 2, 3)
     assert sizes == [[30, 40, 20], [60, 10]]
-    sizes.clear()                                                         # a pool that the live rows may need to grow
+    sizes.clear()                                                         # a pool that the running rows may need to grow
     generate(Sampler(HashModel(), 120, 2, minimal_gib(HashModel(), 120, extra=4), engine=Recording), prompts, 2, 3)
     assert sizes == [[30, 40], [20, 60], [10]]
     # Twelve kv_blocks, all of which the first two rows need in the end: one each for the prefix, five for 151 tokens.
