@@ -112,30 +112,6 @@ def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
     return nvfp4.pack_pairs(codes), scales.view(torch.float8_e4m3fn), global_scale
 
 
-def recorded(function: Callable, *inputs: Tensor) -> Callable:
-    """A function of tensors as a CUDA graph, whose next call overwrites its results; on a CPU the
-    function itself.
-
-    inputs: tensors of the shapes that it will be called with.
-    """
-    # Why: gptq_block is about 125 small launches, and launching takes longer than computing.
-    if not inputs[0].is_cuda:
-        return function
-    held = [x.clone() for x in inputs]
-    function(*held)                      # loads kernels and constants, which a capture may not do
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function(*held)
-
-    def replay(*inputs):
-        for recorded_input, new in zip(held, inputs):
-            recorded_input.copy_(new)
-        graph.replay()
-        return results
-
-    return replay
-
-
 def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
                  code_block: Callable) -> tuple[Tensor, Tensor]:
     """GPTQ over the columns of W, in the order drawn at the top of this file.
@@ -211,6 +187,30 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
     """A token's squared output error, on average: tr((W - W4) H (W - W4).T)."""
     wrong = w.float() - nvfp4.dequantize(*tensors, dtype=torch.float32)
     return ((wrong @ hessian) * wrong).sum().clamp(min=0).item()
+
+
+def recorded(function: Callable, *inputs: Tensor) -> Callable:
+    """A function of tensors as a CUDA graph, whose next call overwrites its results; on a CPU the
+    function itself.
+
+    inputs: tensors of the shapes that it will be called with.
+    """
+    # Why: gptq_block is about 125 small launches, and launching takes longer than computing.
+    if not inputs[0].is_cuda:
+        return function
+    held = [x.clone() for x in inputs]
+    function(*held)                      # loads kernels and constants, which a capture may not do
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function(*held)
+
+    def replay(*inputs):
+        for recorded_input, new in zip(held, inputs):
+            recorded_input.copy_(new)
+        graph.replay()
+        return results
+
+    return replay
 
 
 # -----------------------------------------------------------------------------

@@ -91,6 +91,76 @@ NF4 = torch.tensor([
 NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
 
+# -----------------------------------------------------------------------------
+# NVFP4
+
+def global_scale_for(*weights: Tensor) -> Tensor:
+    """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
+
+    The smallest power of two for which no block scale exceeds 448, E4M3's largest number; 1 if all
+    weights are 0. UserError if a weight is not finite.
+    """
+    extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
+    amax = torch.stack(extremes).abs().max().item()
+    if not math.isfinite(amax):
+        raise UserError(f"a weight matrix holds {amax}: no tensor scale fits")
+    # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1). 2^exponent is the next power of two
+    # above it, unless it is one itself (mantissa .5). Below 2^-126, fp32's smallest normal number,
+    # a GPU may flush to 0.
+    mantissa, exponent = math.frexp(amax / (6 * 448))
+    exponent = max(exponent - (mantissa == 0.5), -126)
+    return torch.tensor(2.0**exponent, device=weights[0].device)
+
+
+def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor | None = None,
+             offsets: Iterable[int] = OFFSETS) -> tuple[Tensor, Tensor, Tensor]:
+    """To NVFP4: (N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
+
+    The usual block scale is the block's largest |w| / 6, rounded to the dtype of w as
+    compressed-tensors does; offsets: which E4M3 codes to try, counted from its code.
+    importance: see encode(). global_scale: by default global_scale_for(w).
+    UserError if K is not a multiple of 16 or, without a global_scale, a weight is not finite.
+    """
+    if global_scale is None:
+        global_scale = global_scale_for(w)
+    inverse = 1 / global_scale                   # compressed-tensors stores and multiplies by this
+
+    def candidates(blocks):
+        first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
+        return [e4m3_value(first + offset) / inverse for offset in offsets]
+
+    packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
+    # Exact: it undoes the division in candidates().
+    return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
+
+
+def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
+    """The E4M3 codes, int16, nearest to scale * inverse, where inverse = 1 / global_scale.
+
+    code + 1 is the next larger number. 0 becomes 0.125: no block scale is 0.
+    """
+    scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
+    code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
+    # Code 0 comes from blocks of zeros, or whose largest |w| is below about 2^-18 of the matrix's.
+    # At 0.125 all their weights round to 0; they are too small to matter.
+    return code.masked_fill(code == 0, 32)
+
+
+def e4m3_value(code: Tensor) -> Tensor:
+    """The numbers, fp32, that E4M3 codes stand for, clamped to [1, 126]: above 0 and not NaN."""
+    return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
+
+
+def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
+               dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+    """From NVFP4: (N, K) in `dtype`. Exact in bf16 if global_scale is a power of two."""
+    scale = block_scale.float() * global_scale.reshape(-1, 1)
+    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
+
+
+# -----------------------------------------------------------------------------
+# What all 4-bit formats share
+
 def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Callable,
            levels: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize with the best scale for each scale_block: w (N, K) -> packed uint8 (N, K // 2),
@@ -164,73 +234,6 @@ def edges_below(x: Tensor, edges: Tensor) -> Tensor:
 def e2m1_codes(x: Tensor) -> Tensor:
     """The nearest E2M1 codes, uint8, of x in units of the scale; |x| above 6 saturates."""
     return edges_below(x.abs(), E2M1_EDGES) | (x < 0).to(torch.uint8) << 3
-
-
-# -----------------------------------------------------------------------------
-# NVFP4
-
-def global_scale_for(*weights: Tensor) -> Tensor:
-    """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
-
-    The smallest power of two for which no block scale exceeds 448, E4M3's largest number; 1 if all
-    weights are 0. UserError if a weight is not finite.
-    """
-    extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
-    amax = torch.stack(extremes).abs().max().item()
-    if not math.isfinite(amax):
-        raise UserError(f"a weight matrix holds {amax}: no tensor scale fits")
-    # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1). 2^exponent is the next power of two
-    # above it, unless it is one itself (mantissa .5). Below 2^-126, fp32's smallest normal number,
-    # a GPU may flush to 0.
-    mantissa, exponent = math.frexp(amax / (6 * 448))
-    exponent = max(exponent - (mantissa == 0.5), -126)
-    return torch.tensor(2.0**exponent, device=weights[0].device)
-
-
-def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor | None = None,
-             offsets: Iterable[int] = OFFSETS) -> tuple[Tensor, Tensor, Tensor]:
-    """To NVFP4: (N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
-
-    The usual block scale is the block's largest |w| / 6, rounded to the dtype of w as
-    compressed-tensors does; offsets: which E4M3 codes to try, counted from its code.
-    importance: see encode(). global_scale: by default global_scale_for(w).
-    UserError if K is not a multiple of 16 or, without a global_scale, a weight is not finite.
-    """
-    if global_scale is None:
-        global_scale = global_scale_for(w)
-    inverse = 1 / global_scale                   # compressed-tensors stores and multiplies by this
-
-    def candidates(blocks):
-        first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
-        return [e4m3_value(first + offset) / inverse for offset in offsets]
-
-    packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
-    # Exact: it undoes the division in candidates().
-    return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
-
-
-def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
-    """The E4M3 codes, int16, nearest to scale * inverse, where inverse = 1 / global_scale.
-
-    code + 1 is the next larger number. 0 becomes 0.125: no block scale is 0.
-    """
-    scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
-    code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
-    # Code 0 comes from blocks of zeros, or whose largest |w| is below about 2^-18 of the matrix's.
-    # At 0.125 all their weights round to 0; they are too small to matter.
-    return code.masked_fill(code == 0, 32)
-
-
-def e4m3_value(code: Tensor) -> Tensor:
-    """The numbers, fp32, that E4M3 codes stand for, clamped to [1, 126]: above 0 and not NaN."""
-    return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
-
-
-def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
-               dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
-    """From NVFP4: (N, K) in `dtype`. Exact in bf16 if global_scale is a power of two."""
-    scale = block_scale.float() * global_scale.reshape(-1, 1)
-    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
 
 
 # -----------------------------------------------------------------------------

@@ -11,8 +11,8 @@ Attention's backward pass is in attention.py, a linear's in lora.py.
 Twins. A function marked @twin_in_kernels is complete in plain torch: that is what to read, and what
 runs on a CPU. If its tensors are on a GPU, the function of the same name in fast/kernels.py runs
 instead, which moves each number through memory once or twice and not once for every operation. Most
-are Triton kernels, attention is torch's FlashAttention. `import fast` registers them; a program does
-that once it has chosen a GPU, so a machine without Triton never opens fast/.
+are Triton kernels, attention is torch's FlashAttention. `import fast` registers them; a program
+does that once it has chosen a GPU, so a machine without Triton never opens fast/.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
 product; c rows of a chunk.
@@ -255,7 +255,7 @@ def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
     T is the number of targets here: Qwen.token_logprobs, which takes whole rows, has picked out of
     their packed tokens the places that predict a target.
 
-    x (T, D) and head (V, D) in the model's dtype, scale (T, 1) fp32, which is 1/(rms * temperature),
+    x (T, D) and head (V, D) in the model's dtype, scale (T, 1) = 1/(rms * temperature) fp32,
     targets (T,) int64. `head` gets no gradient. live: how many rows of `head` stand for a token;
     those after them are padding. All V are multiplied, and the padding is left out afterwards:
     Qwen2.5's live is 151,665, an odd number, and cuBLAS has no aligned kernel for an odd width.
