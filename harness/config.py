@@ -404,8 +404,8 @@ def require_repeated(held: dict, given: Collection[str], path: str | Path | None
     """
     for name in NAME_FUNCTIONS:
         if ":" in (held.get(name) or "") and name not in given:
-            raise UserError(f"{path}: names a function, {option(name)} {held[name]}: give this flag "
-                             "too, if that is what shall run")
+            raise UserError(f"{path}: names a function, {option(name)} {held[name]}: give this "
+                            "flag too, if that is what shall run")
 
 
 def flags_to_repeat(held: dict) -> list[str]:

@@ -255,8 +255,8 @@ def calibrated(settings: Settings, source: ModelFolder, tokenizer: Tokenizer, pr
     folder = Path(general.out) / "base"
     if RANK == 0 and not folder.exists():
         calibrate.write_calibrated(source, folder, tokenizer, problems, settings.model.calibrate,
-                                   device, "gptq", min(512, settings.rollout.max_new_tokens),
-                                   general.seed)
+                                   device, "gptq", general.seed,
+                                   min(512, settings.rollout.max_new_tokens))
     gather([])                                   # the other ranks wait here
     return ModelFolder(folder)
 
@@ -265,8 +265,8 @@ def loss_of(objective: Objective) -> grpo.Loss:
     """--loss, with the values of the flags that were given."""
     given = {"clip_low": objective.clip_low, "clip_high": objective.clip_high,
              "correction": objective.correction, "kl_beta": objective.kl_beta}
-    return dataclasses.replace(grpo.LOSSES[objective.loss],
-                               **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(grpo.LOSSES[objective.loss], **given)
 
 
 def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:

@@ -425,7 +425,7 @@ def test_where_all_layers_keep_their_activations_a_narrow_model_gets_larger_micr
 
 @pytest.mark.parametrize("gib,largest", [(30, 8192), (48, 16384)])
 def test_larger_micro_batches_leave_the_kv_pool_whole(gpu, monkeypatch, gib, largest):
-    # 256 sequences take 16 GiB. Micro-batch and three layers take 7 GiB with 8,192 tokens and 14 with 16,384; 0.6, 2 and
+    # 256 sequences take 16 GiB. Micro-batch and 3 layers take 7 GiB with 8,192 tokens and 14 with 16,384; 0.6, 2 and
     # 3 % are gone.
     gpu.token_bytes = GIB / 8192
     c = gpu.model.config

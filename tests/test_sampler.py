@@ -404,7 +404,7 @@ class AuditedSampler(Sampler):
         blocks += [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
         assert len(set(map(id, running))) == len(running) <= self.max_rows
-        for s in running:                                                    # no row holds one that it does not need yet
+        for s in running:                                                 # no row holds one that it does not need yet
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
             assert len(s.blocks) * KV_BLOCK - own in range(KV_BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
@@ -589,7 +589,7 @@ def test_a_prefill_takes_the_prefixes_that_wait_next_along():
     prompts = [[3 + n] * n for n in (31, 41, 1, 21, 61, 11)]              # prefixes of 30, 40, 0, 20, 60 and 10 tokens
     generate(Sampler(HashModel(), 120, max_rows=2, engine=Recording), prompts, 2, 3)
     assert sizes == [[30, 40, 20], [60, 10]]
-    sizes.clear()                                                         # a pool that the running rows may need to grow
+    sizes.clear()                                                      # a pool that the running rows may need to grow
     generate(Sampler(HashModel(), 120, 2, minimal_gib(HashModel(), 120, extra=4), engine=Recording), prompts, 2, 3)
     assert sizes == [[30, 40], [20, 60], [10]]
     # Twelve kv_blocks, all of which the first two rows need in the end: one each for the prefix, five for 151 tokens.

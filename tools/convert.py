@@ -56,7 +56,7 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer(folder.path, args.thinking)
     problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
     count = calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate,
-                                       device, codes, seed=args.seed)
+                                       device, codes, args.seed)
     tell(args.out, f"{what} from answers to {count} problems of {args.data}",
          "--model", args.out, "--data", args.data,
          *(["--thinking", "on"] if args.thinking == "on" else []))

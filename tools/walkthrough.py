@@ -193,7 +193,8 @@ def show_losses(policy):
             i = lengths[:b].sum() + t            # the token's index among those of all rows
             print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
                   f"{rollout_logprobs[i].exp():9.5f}{old[i].exp():10.5f}{policy[i].exp():9.5f}"
-                  f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
+                  f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}"
+                  f"{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, rollout_logprobs, old)
     total, _ = grpo.policy_loss(same, advantages, row_of_token, weight_of_token, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
