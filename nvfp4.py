@@ -259,15 +259,15 @@ def dequantize_mxfp4(packed: Tensor, block_scale: Tensor, dtype: torch.dtype = t
     return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
 
 
-def quantize_nf4(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_nf4(w: Tensor, offsets: Iterable[int] = range(0, -11, -1)) -> tuple[Tensor, Tensor]:
     """To NF4: (N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64), the scale.
 
-    Tries the usual scale, which is the block's largest |w|, and ten below it in steps of 2 %.
-    UserError if K is not a multiple of 64.
+    The usual scale is the block's largest |w|. offsets: which scales to try, in steps of 2 % from
+    it. UserError if K is not a multiple of 64.
     """
     def candidates(blocks):
         absmax = blocks.abs().amax(-1).float().clamp(min=2.0**-126)     # zeros get the level 0
-        return [absmax * (1 - 0.02 * step) for step in range(11)]
+        return [absmax * (1 + 0.02 * offset) for offset in offsets]
 
     return encode(w, 64, candidates, lambda x: edges_below(x, NF4_EDGES), NF4)
 
