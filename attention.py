@@ -52,7 +52,7 @@ from torch import Tensor
 from ops import twin_in_kernels
 
 # -----------------------------------------------------------------------------
-# Which token stands where
+# Where each token goes
 
 @dataclass(frozen=True)
 class Layout:

@@ -150,7 +150,7 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     return highest - lowest > 1e-9 * largest     # a group of NaN only: -inf > 0 is False
 
 
-def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
+def group_advantages(rewards: Tensor, group_size: int, scale: str,
                      shaping: Tensor | None = None) -> Tensor:
     """How much better than its group each answer is: (B,) rewards -> (B,) fp32 advantages.
 

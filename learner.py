@@ -145,10 +145,10 @@ class Learner:
         return {"skipped": self.skipped}
 
     def restore(self, counters: dict) -> None:
-        """Goes on from a checkpoint whose tensors have been written into tensors() already.
+        """Continues from a checkpoint whose tensors have been written into tensors() already.
 
-        counters: those of the checkpoint, which may also hold numbers of other parts of the run; {}
-        for a new run.
+        counters: the checkpoint's, which may also hold numbers of other parts of the run; {} for a
+        new run.
         """
         for name in self.counters().keys() & counters.keys():
             setattr(self, name, counters[name])
@@ -251,9 +251,9 @@ class MicroBatch(NamedTuple):
 def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -> list[MicroBatch]:
     """Packs the rows of a batch into micro-batches of at most token_budget tokens, largest first.
 
-    prompts and completions are lists of token ids, B each. The rows of a group stand next to each
-    other, and the learner computes the prompt of neighbours once, so it counts once for them. A row
-    longer than the budget stands alone.
+    prompts and completions are lists of token ids, B each. The rows of a group are neighbours, and
+    the learner computes their prompt once, so it counts once. A row longer than the budget goes
+    alone.
 
     With a budget of 10 tokens and four rows, of which the first three answer the prompt a (2
     tokens) and the last one the prompt b (1 token):

@@ -322,7 +322,7 @@ class Qwen(torch.nn.Module):
 # Loading
 
 def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
-         device: torch.device | str | None = None, dtype: torch.dtype | str | None = None,
+         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
          live_vocab: int | None = None) -> Qwen:
     """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
@@ -334,8 +334,6 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
     if not isinstance(folder, ModelFolder):
         folder = ModelFolder(folder)
     folder.download()

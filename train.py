@@ -245,7 +245,7 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
 # The loop: sample, score, update, report
 
 def train(run: Run, sample: Callable = Sampler.generate) -> None:
-    """All steps of a run, from step 0 or from where its checkpoint stands.
+    """All steps of a run, from step 0 or from its checkpoint on.
 
     sample(sampler, prompts, group_size, sampling, places) -> Rollouts is how answers are written: a
     function like Sampler.generate, for instance one that answers in turns and calls a tool.

@@ -62,7 +62,7 @@ class Toy:
         self.W = torch.randn(V, D, generator=g, dtype=torch.float64, requires_grad=True)
         self.rollout = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
         self.old = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
-        self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4)
+        self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4, "group")
         self.mask = torch.rand(B, generator=g) < 0.8
 
     def logprobs(self):
@@ -91,7 +91,7 @@ class Toy:
 
 def test_group_advantages_by_hand_with_the_sample_std():
     # (1, 0, 0, 0): mean 1/4, sum of squares 9/16 + 3/16 = 3/4, over G - 1 = 3 is 1/4, std 1/2.
-    got = group_advantages(torch.tensor([1.0, 0, 0, 0, 0, 2, 2, 4]), 4)
+    got = group_advantages(torch.tensor([1.0, 0, 0, 0, 0, 2, 2, 4]), 4, "group")
     # (0, 2, 2, 4): mean 2, sum of squares 8, std sqrt(8/3).
     want = [.75 / .5001, -.25 / .5001, -.25 / .5001, -.25 / .5001, -2 / (math.sqrt(8 / 3) + 1e-4), 0, 0,
             2 / (math.sqrt(8 / 3) + 1e-4)]
@@ -121,7 +121,7 @@ def test_without_a_scale_advantages_are_the_distances_from_the_mean():
 def test_extra_is_added_undivided_and_only_where_rewards_differ():
     # Means of the shaping -1/2 and 1/4; the rewards' own advantages are those of the first test.
     task, shaping = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, -1.0, 0, -1, 0.5, 0, 0, 0.5])
-    got = group_advantages(task, 4, shaping=shaping)
+    got = group_advantages(task, 4, "group", shaping=shaping)
     want = [.75 / .5001 + .5, -.25 / .5001 - .5, -.25 / .5001 + .5, -.25 / .5001 - .5, 0, 0, 0, 0]
     assert got.tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
     # An unscorable row is in neither mean: of -1 and 0 it is -1/2.
@@ -151,11 +151,11 @@ def test_a_length_penalty_teaches_nothing_in_groups_without_right_and_wrong_answ
         mass = advantages.abs()
         return tuple((mass[rows].sum() / mass.sum()).item() for rows in (~mixed, (task == 0) & (advantages > 0)))
 
-    summed = group_advantages(task + penalty, 8)                          # the penalty as part of the reward
+    summed = group_advantages(task + penalty, 8, "group")                          # the penalty as part of the reward
     assert shares(summed) == pytest.approx((0.439, 0.212), abs=0.001)
     within = torch.where(mixed, summed, 0.0)                              # the same, in mixed groups alone
     assert shares(within) == pytest.approx((0, 0.0052), abs=1e-4)
-    assert shares(group_advantages(task, 8, shaping=penalty)) == pytest.approx((0, 0.0001), abs=1e-4)
+    assert shares(group_advantages(task, 8, "group", shaping=penalty)) == pytest.approx((0, 0.0001), abs=1e-4)
 
 
 @pytest.mark.parametrize("scale", grpo.SCALES)
@@ -177,8 +177,8 @@ def test_large_rewards_are_told_apart_and_rounding_is_no_difference():
 
 
 def test_unscorable_rows_are_outside_mean_and_std():
-    got = group_advantages(torch.tensor([1.0, NAN, 0, 0, 0] + [NAN] * 4 + [3.0]), 5)
-    alone = group_advantages(torch.tensor([1.0, 0, 0, 0]), 4)
+    got = group_advantages(torch.tensor([1.0, NAN, 0, 0, 0] + [NAN] * 4 + [3.0]), 5, "group")
+    alone = group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, "group")
     assert got[[0, 2, 3, 4]].tolist() == alone.tolist()
     assert got[[1, 5, 6, 7, 8, 9]].tolist() == [0] * 6                    # NaN itself; a group with one scorable row
 

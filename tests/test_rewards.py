@@ -466,8 +466,8 @@ def test_nan_and_the_largest_reward_are_allowed(plug_ins):
     assert parts["good"] == 1 and math.isnan(parts["bad"])
     assert Reward("mine:largest")("", PROBLEM, [""]) == {"reward": -1e15}
     rewards = torch.tensor([-1e15, 1e15] * 500)                           # no square of them is beyond fp32
-    assert torch.equal(group_advantages(rewards, 1000).sign(), rewards.sign())
-    assert group_advantages(rewards, 1000).abs().allclose(torch.ones(1000), rtol=1e-2)
+    assert torch.equal(group_advantages(rewards, 1000, "group").sign(), rewards.sign())
+    assert group_advantages(rewards, 1000, "group").abs().allclose(torch.ones(1000), rtol=1e-2)
 
 
 @pytest.mark.parametrize("completion", ["a", ""])

@@ -297,7 +297,7 @@ def update(args: argparse.Namespace) -> dict:
     rollouts = Rollouts([Row(question, answer, torch.full((new,), -1.0), True)
                          for question, answer in zip(questions, answers)])
     weights = grpo.token_weights(rollouts.sampled(), learner.loss, new)
-    advantages = grpo.group_advantages(torch.arange(B) % 2, G)
+    advantages = grpo.group_advantages(torch.arange(B) % 2, G, "group")
     for _ in range(2):
         began = time.perf_counter()
         done = learner.update(Batch(rollouts.rows, advantages), weights, lr=1e-6)
@@ -328,7 +328,7 @@ def step(args: argparse.Namespace) -> dict:
     learner = random_learner(args)
     lengths = torch.tensor(drawn_lengths(B, 50, 1024, 300))
     questions = random_prompts(learner.model, torch.randint(64, 257, (prompts,)).tolist())
-    advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
+    advantages = grpo.group_advantages(torch.arange(B) % 2, G, "group")  # none is 0: all rows train
     mine = share(questions)
     limits = Sampling(share(lengths.view(-1, G)).flatten().tolist())
     sampler = planned(args, learner, 256, prompts_per_step=len(mine), group_size=G,

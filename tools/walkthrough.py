@@ -145,7 +145,7 @@ for b, row in enumerate(graded):
 # %% 6. Their advantages
 # How many standard deviations is an answer above the mean of its group?
 by_hand = (reward - reward.mean()) / (reward.std() + 1e-4)
-advantages = grpo.group_advantages(reward, GROUP_SIZE)
+advantages = grpo.group_advantages(reward, GROUP_SIZE, "group")
 
 title("6. Their advantages")
 print(f"mean {reward.mean():.2f}, standard deviation {reward.std():.3f}")
@@ -257,7 +257,7 @@ for step in range(30):
     rewarded = torch.tensor([row["task"] for row in graded])
     finished = torch.tensor([row.finished for row in answers.rows])
     in_loss = grpo.loss_mask(answers.sampled(), rewarded, finished, mask_overlong=True)
-    learner.update(Batch(answers.rows, grpo.group_advantages(rewarded, GROUP_SIZE)),
+    learner.update(Batch(answers.rows, grpo.group_advantages(rewarded, GROUP_SIZE, "group")),
                    grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
 
 title("10. Thirty steps")
