@@ -185,9 +185,8 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> Evaluation:
     return Evaluation(metrics, graded)
 
 
-def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows: list[Row],
-             advantages: torch.Tensor, updates: list[Update], evaluation: Evaluation | None
-             ) -> Progress:
+def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, batch: Batch,
+             updates: list[Update], evaluation: Evaluation | None) -> Progress:
     """What follows a step's update: tells its numbers, evaluates where that is due, writes the
     step's files -> where the run stands. Stopped if continuing makes no sense (console.Watch).
 
@@ -205,14 +204,13 @@ def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows
         metrics = metrics | evaluation.metrics
     is_best = best > progress.best
     progress = dataclasses.replace(progress, best=best)
-    record(run, progress, metrics, rows, advantages, evaluation.graded if evaluation else [],
-           is_best)
+    record(run, progress, metrics, batch, evaluation.graded if evaluation else [], is_best)
     run.watch.see(metrics, updates)
     return progress
 
 
-def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
-           advantages: torch.Tensor, evaluated: list[dict], is_best: bool) -> None:
+def record(run: Run, progress: Progress, metrics: dict, batch: Batch, evaluated: list[dict],
+           is_best: bool) -> None:
     """Writes the step's files and sends its metrics to the tracker.
 
     evaluated: the rows of the step's evaluation, none if it had none.
@@ -222,7 +220,7 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
     """
     watching = run.settings.watching
     samples = [{"step": metrics["step"], "advantage": advantage, **row.graded}
-               for advantage, row in zip(advantages.tolist(), rows, strict=True)]
+               for advantage, row in zip(batch.advantages.tolist(), batch.rows, strict=True)]
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
         run.folder.log("samples.jsonl", samples)
@@ -294,8 +292,7 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
                    "seconds_sample": updating - began, "seconds_update": done - updating}
         metrics |= report(rollouts, advantages, weights, updates, G) | run.learner.counters()
         progress = Progress(step + 1, next_cursor, tokens, progress.best)
-        progress = conclude(run, sample, progress, metrics, rollouts.rows, advantages, updates,
-                            evaluation)
+        progress = conclude(run, sample, progress, metrics, batch, updates, evaluation)
     run.folder.finish()
 
 
