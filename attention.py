@@ -5,19 +5,20 @@ These compute whole sequences and use this file: the learner, the sampler's pref
 The sampler's decode steps, one new token to a row, have their own (sampler.attention_to_cache).
 
 Tokens are (T,), several sequences laid end to end without padding. The G answers to a problem share
-their prompt, so the prompt is computed once, as the trunk, and each answer is a branch of it:
+their prompt, so the prompt is computed once, as a shared prefix, and each answer is a suffix of it
+(FlashInfer's cascade attention; Hydragen, 2402.05099):
 
     two rows                      p1 p2 a1 a2 a3      p1 p2 b1 b2
     what is computed              p1 p2   a1 a2 a3   b1 b2
 
-A branch sees its trunk and itself, and no other branch:
+A suffix sees its prefix and itself, and no other suffix:
 
         queries |  p1 p2 | a1 a2 a3 | b1 b2    keys
         --------+--------+----------+-------
            p1   |  x     |          |
            p2   |  x  x  |          |          x  inside: every token over its own piece, causal
         --------+--------+----------+-------
-           a1   |  o  o  | x        |          o  across: every branch over its whole prompt
+           a1   |  o  o  | x        |          o  across: every suffix over its whole prefix
            a2   |  o  o  | x  x     |
            a3   |  o  o  | x  x  x  |
         --------+--------+----------+-------
@@ -50,6 +51,92 @@ from torch import Tensor
 
 from ops import twin_in_kernels
 
+# -----------------------------------------------------------------------------
+# Where each token goes
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows of ids packed by lay_out(): all prefixes, then all suffixes, prefix by prefix."""
+    tokens: list[int]                            # T ids
+    prefixes: list[int]                          # lengths
+    suffixes: list[list[int]]                    # of each prefix the lengths of its suffixes
+    # For each completion token, row after row, the place in `tokens` whose logits predict it.
+    predictors: list[int]
+
+
+def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
+    """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
+
+    starts[i]: where the completion of row i begins, at least 1. Rows next to each other with equal
+    prompts become a prefix with suffixes; equal prompts that lie apart are computed twice. A row
+    whose prompt no neighbour shares is a prefix from end to end, with one empty suffix. The last
+    token of a row predicts nothing and is left out.
+
+        rows             1 2 | 7 8     a prompt of two tokens, completions of two and of one:
+                         1 2 | 5       starts == [2, 2]
+
+        place            0    1    2
+        tokens           1    2    7   the prompt, then the suffixes without their last tokens
+        row 0 predicts   .    7    8
+        row 1 predicts   .    5        its suffix is empty: 5 is its last token
+
+        lay_out(rows, starts) ==
+            Layout(tokens=[1, 2, 7], prefixes=[2], suffixes=[[1, 0]],
+                   predictors=[1, 2, 1])         of 7, 8 and 5
+    """
+    groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
+    groups = [list(group) for _, group in groups]
+    tokens = []
+    prefixes = []
+    for first, *others in groups:
+        prefix = rows[first][:starts[first] if others else -1]   # without others: the whole row
+        tokens += prefix
+        prefixes.append(len(prefix))
+    suffixes = []
+    predictors = []
+    for group, length, end in zip(groups, prefixes, accumulate(prefixes)):
+        of_group = [rows[i][length:-1] for i in group]
+        suffixes.append([len(suffix) for suffix in of_group])
+        for i, suffix in zip(group, of_group):
+            # The prompt's last place predicts the first completion token. The others are predicted
+            # by what follows: by the rest of the prefix if that is the whole row, else by the
+            # suffix. One of these two ranges is empty then.
+            predictors += range(end - length + starts[i] - 1, end)
+            predictors += range(len(tokens), len(tokens) + len(suffix))
+            tokens += suffix
+    return Layout(tokens, prefixes, suffixes, predictors)
+
+
+class PackedAttention:
+    """Attention as model.Layer calls it, over prefixes laid end to end and, after all prefixes,
+    their suffixes, prefix by prefix.
+
+    prefixes: lengths, each at least 1. suffixes: for each prefix the lengths of its suffixes, which
+    may be 0; by default no prefix has any, and the prefixes are ordinary sequences. The attribute
+    positions, (T,) int64 for rotary embeddings, counts from 0 in each prefix and continues from the
+    prefix's end in each of its suffixes.
+    """
+
+    def __init__(self, prefixes: Sequence[int], device: torch.device | str,
+                 suffixes: Sequence[Sequence[int]] = ()):
+        pieces = [*prefixes, *(n for n in chain(*suffixes) if n)]
+        self.inside = spans_of(pieces, pieces, True, device)
+        self.across = None                       # span i: all suffixes of prefix i, over prefix i
+        if any(chain(*suffixes)):
+            self.across = spans_of([sum(group) for group in suffixes], prefixes, False, device)
+        self.prefix_tokens = sum(prefixes)       # the first suffix begins here
+        positions = [torch.arange(n) for n in prefixes]
+        for start, group in zip(prefixes, suffixes):
+            positions += [torch.arange(start, start + n) for n in group]
+        self.positions = torch.cat(positions).to(device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (T, H, d), k and v (T, KV, d) -> (T, H, d), differentiable."""
+        return _Attention.apply(q, k, v, self)
+
+
+# -----------------------------------------------------------------------------
+# The softmax over one part of the keys, its backward, and two softmaxes as one
 
 class Spans(NamedTuple):
     """Who sees whom, in the form that FlashAttention takes: n spans, of which span i lets the
@@ -74,93 +161,6 @@ def spans_of(q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
               for lengths in (q_lengths, k_lengths)]
     return Spans(*starts, max(q_lengths), max(k_lengths), causal)
 
-
-# -----------------------------------------------------------------------------
-# Which token stands where
-
-@dataclass(frozen=True)
-class Layout:
-    """Rows of ids packed by lay_out(): all trunks, then all branches, trunk by trunk."""
-    tokens: list[int]                            # T ids
-    trunks: list[int]                            # lengths
-    branches: list[list[int]]                    # of each trunk the lengths of its branches
-    # For each completion token, row after row, the place in `tokens` whose logits predict it.
-    predictors: list[int]
-
-
-def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
-    """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
-
-    starts[i]: where the completion of row i begins, at least 1. Rows next to each other with equal
-    prompts become a trunk with branches; equal prompts that lie apart are computed twice. A row
-    whose prompt no neighbour shares is a trunk from end to end, with one empty branch. The last
-    token of a row predicts nothing and is left out.
-
-        rows             1 2 | 7 8     a prompt of two tokens, completions of two and of one:
-                         1 2 | 5       starts == [2, 2]
-
-        place            0    1    2
-        tokens           1    2    7   the prompt, then the branches without their last tokens
-        row 0 predicts   .    7    8
-        row 1 predicts   .    5        its branch is empty: 5 is its last token
-
-        lay_out(rows, starts) ==
-            Layout(tokens=[1, 2, 7], trunks=[2], branches=[[1, 0]],
-                   predictors=[1, 2, 1])         of 7, 8 and 5
-    """
-    groups = groupby(range(len(rows)), lambda i: rows[i][:starts[i]])
-    groups = [list(group) for _, group in groups]
-    tokens = []
-    trunks = []
-    for first, *others in groups:
-        trunk = rows[first][:starts[first] if others else -1]    # without others all of it is trunk
-        tokens += trunk
-        trunks.append(len(trunk))
-    branches = []
-    predictors = []
-    for group, length, end in zip(groups, trunks, accumulate(trunks)):
-        tails = [rows[i][length:-1] for i in group]
-        branches.append([len(tail) for tail in tails])
-        for i, tail in zip(group, tails):
-            # The prompt's last place predicts the first completion token. The others are predicted
-            # by what follows: by the rest of the trunk where the whole row is trunk, else by the
-            # branch. One of these two ranges is empty then.
-            predictors += range(end - length + starts[i] - 1, end)
-            predictors += range(len(tokens), len(tokens) + len(tail))
-            tokens += tail
-    return Layout(tokens, trunks, branches, predictors)
-
-
-class PackedAttention:
-    """Attention as model.Layer calls it, over trunks laid end to end and, after all trunks, their
-    branches, trunk by trunk.
-
-    lengths: of the trunks, each at least 1. branches: for each trunk the lengths of its branches,
-    which may be 0; by default no trunk has any, and the trunks are ordinary sequences. The
-    attribute positions, (T,) int64 for rotary embeddings, counts from 0 in each trunk and goes on
-    from the trunk's end in each of its branches.
-    """
-
-    def __init__(self, lengths: Sequence[int], device: torch.device | str,
-                 branches: Sequence[Sequence[int]] = ()):
-        own = [*lengths, *(n for n in chain(*branches) if n)]
-        self.inside = spans_of(own, own, True, device)
-        self.across = None                       # span i: all branches of trunk i, over trunk i
-        if any(chain(*branches)):
-            self.across = spans_of([sum(group) for group in branches], lengths, False, device)
-        self.trunk_tokens = sum(lengths)         # the first branch begins here
-        positions = [torch.arange(n) for n in lengths]
-        for start, group in zip(lengths, branches):
-            positions += [torch.arange(start, start + n) for n in group]
-        self.positions = torch.cat(positions).to(device)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T, H, d), k and v (T, KV, d) -> (T, H, d), differentiable."""
-        return _Attention.apply(q, k, v, self)
-
-
-# -----------------------------------------------------------------------------
-# The softmax over one part of the keys, its backward, and two softmaxes as one
 
 @twin_in_kernels
 def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, pack):
         out, lse = attend_spans(q, k, v, pack.inside)
         if pack.across:
-            n = pack.trunk_tokens                # queries: the branches; keys: the trunks
+            n = pack.prefix_tokens               # queries: the suffixes; keys: the prefixes
             merge(out[n:], lse[:, n:], *attend_spans(q[n:], k[:n], v[:n], pack.across))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.pack = pack
@@ -260,7 +260,7 @@ class _Attention(torch.autograd.Function):
         dout = dout.contiguous()
         dq, dk, dv = attend_spans_backward(dout, q, k, v, out, lse, pack.inside)
         if pack.across:
-            n = pack.trunk_tokens
+            n = pack.prefix_tokens
             more_q, more_k, more_v = attend_spans_backward(
                 dout[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), pack.across)
             dq[n:] += more_q

@@ -4,27 +4,27 @@ Chooses NVFP4 codes by data: GPTQ (arXiv 2210.17323), layer by layer, in the mem
     python -m tools.convert nvfp4 SRC OUT --calibrate 128      makes a folder
     python train.py --calibrate 128                            trains on one that it makes
 
-Rounding to nearest keeps the error of the weights W - W4 small. What changes the policy is the
-error of the outputs, x @ (W - W4).T. Let X (T, K) be the inputs of W for the tokens of some texts,
-and H = X.T @ X / T. A token's squared output error is on average
+Rounding to nearest minimizes the error of the weights, W - W4. What changes the policy is the error
+of the outputs, x @ (W - W4).T. Let X (T, K) be W's inputs for the tokens of some texts, and
+H = X.T @ X / T. A token's squared output error is on average
 
     tr((W - W4) H (W - W4).T)
 
-which is small where errors of correlated inputs cancel, and GPTQ makes them cancel. All rows of W
-take the same steps at once. In a row w, for each column i from left to right:
+and GPTQ makes it small by letting errors of correlated inputs cancel. For each column i of a row w
+of W, from left to right (all rows at once):
 
     1. round w[i] to a code's value; e = w[i] - that value
     2. for every column j > i, not rounded yet:   w[j] -= e * U[i, j] / U[i, i]
 
-U is upper triangular with U.T @ U = H^-1. Step 2 changes the later columns so that they cancel as
-much of e's output error as they can: where inputs i and j are correlated, w[j] takes over what w[i]
-got wrong. What remains is a cost of (e / U[i, i])^2.
+U is upper triangular with U.T @ U = H^-1. Step 2 lets the later columns cancel as much of e's
+output error as they can: where inputs i and j are correlated, w[j] makes up for what w[i] got
+wrong. What remains costs (e / U[i, i])^2.
 
-Block scales. Steps 1 and 2 are done on the 16 columns of a scale_block once for each scale of
-nvfp4's search, and the scale with the least sum of costs stays. The tensor scale is nvfp4's.
+Block scales. The 16 columns of a scale_block take steps 1 and 2 once for each scale of nvfp4's
+search, and the scale with the least sum of costs stays. The tensor scale is nvfp4's.
 
-Order of the work. Before a column is rounded it needs the corrections of all columns to its left.
-But correcting all later columns after every column would be slow, so corrections wait:
+Order of the work. A column needs the corrections of all columns to its left before it is rounded.
+Correcting all later columns after every column would be slow, so corrections wait:
 
     columns of W     rounded   | 16 | 16 | 16 | ... | 16 |   all columns after
                                |<-- a panel of 128 -->|
@@ -34,12 +34,12 @@ But correcting all later columns after every column would be slow, so correction
     the rest of the panel      after each scale_block
     all columns after it       after each panel: one matmul with 128 columns of errors
 
-The texts are answers to training problems by the model itself, quantized with nvfp4's search. Two
+The texts are the model's own answers to training problems, sampled in NVFP4 (nvfp4's search). Two
 streams of hidden states go through the layers together: `exact` through the 16-bit layers, which
-gives H, and `coded` through the new ones. (GPTQ as published takes H from the coded stream; this H
-lets each layer follow the 16-bit model, whatever the layers before it have become.) The last eighth
-of the texts is left out of H. At the end both streams predict its tokens, and the result is
-measured by KL(16 bits || 4 bits) of these predictions, in nats a token.
+gives H, and `coded` through the new ones. (Published GPTQ takes H from the coded stream; with ours
+each layer follows the 16-bit model, whatever the layers before it have become.) The last eighth of
+the texts is left out of H and measures the result: KL(16 bits || 4 bits) of the predictions of its
+tokens, in nats a token.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalise), AWQ (it would move the norms, which AQN perturbs).
@@ -65,7 +65,7 @@ from files import UserError, counted
 from lora import Linear, Scratch
 from ops import mm_fp32
 from prompts import Tokenizer
-from sampler import Sampler, Sampling, engine_for
+from sampler import Sampler, Sampling
 from tasks.problems import Problem, problems_at
 from weights import (
     NVFP4_CONFIG,
@@ -78,8 +78,8 @@ from weights import (
 
 DAMPING = 0.02                                   # x the mean of H's diagonal, added to the diagonal
 PANEL = 128                                      # columns between two updates of all that follow
-# A wider H is cut into several along its diagonal, without the correlations between them: float64
-# factors of 18,944 columns (7B's down) would take 2.9 GB each.
+# A wider H is cut into several along its diagonal, which drops the correlations between them:
+# float64 factors of 18,944 columns (7B's down) would take 2.9 GB each.
 LARGEST_HESSIAN = 8192
 HESSIAN_TILE = 2048                              # rows of H that one product adds to
 CHUNK_TOKENS = 8192                              # tokens of texts in one forward
@@ -111,30 +111,6 @@ def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
     return nvfp4.pack_pairs(codes), scales.view(torch.float8_e4m3fn), global_scale
 
 
-def recorded(function: Callable, *inputs: Tensor) -> Callable:
-    """A function of tensors as a CUDA graph, whose next call overwrites its results; on a CPU the
-    function itself.
-
-    inputs: tensors of the shapes that it will be called with.
-    """
-    # Why: gptq_block is about 125 small launches, and launching takes longer than computing.
-    if not inputs[0].is_cuda:
-        return function
-    held = [x.clone() for x in inputs]
-    function(*held)                      # loads kernels and constants, which a capture may not do
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function(*held)
-
-    def replay(*inputs):
-        for recorded_input, new in zip(held, inputs):
-            recorded_input.copy_(new)
-        graph.replay()
-        return results
-
-    return replay
-
-
 def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
                  code_block: Callable) -> tuple[Tensor, Tensor]:
     """GPTQ over the columns of W, in the order drawn at the top of this file.
@@ -160,10 +136,9 @@ def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
 
 def inverse_factor(hessian: Tensor) -> Tensor:
     """U (K, K) fp32, upper triangular, with U.T @ U = (H + damping)^-1."""
-    # Without inverting H, which would lose digits. Let P reverse the order of rows. Cholesky gives
-    # P H P = L @ L.T, so H^-1 = (P L^-1 P).T @ (P L^-1 P), since P is its own inverse. Reversing
-    # rows and columns turns lower triangular into upper, so P L^-1 P is U.
-    # In float64: in fp32, H need not come out positive definite.
+    # Inverting H would lose digits. Let P reverse the order of rows: Cholesky gives P H P =
+    # L @ L.T. P is its own inverse, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and U = P L^-1 P is upper
+    # triangular. In float64: in fp32, H need not come out positive definite.
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
     L = torch.linalg.cholesky(damped.flip(0, 1))
@@ -212,22 +187,45 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
     return ((wrong @ hessian) * wrong).sum().clamp(min=0).item()
 
 
+def recorded(function: Callable, *inputs: Tensor) -> Callable:
+    """A function of tensors as a CUDA graph, whose next call overwrites its results; on a CPU the
+    function itself.
+
+    inputs: tensors of the shapes that it will be called with.
+    """
+    # gptq_block is about 125 small launches, which take longer than the work.
+    if not inputs[0].is_cuda:
+        return function
+    held = [x.clone() for x in inputs]
+    function(*held)                      # loads kernels and constants, which a capture may not do
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function(*held)
+
+    def replay(*inputs):
+        for recorded_input, new in zip(held, inputs):
+            recorded_input.copy_(new)
+        graph.replay()
+        return results
+
+    return replay
+
+
 # -----------------------------------------------------------------------------
 # A model, layer by layer
 
 def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
-                     problems: list[Problem], count: int, device: torch.device,
-                     kernels: str | None, codes: str = "gptq", max_new_tokens: int = 512,
-                     seed: int = 0) -> int:
+                     problems: list[Problem], count: int, device: torch.device, codes: str,
+                     seed: int, max_new_tokens: int = 512) -> int:
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes chosen by its
     own answers to `count` of the problems (all if they are fewer) -> how many it answered.
 
-    device, kernels: from harness.setup.choose_device. codes: a name in CODES. seed: of the choice
-    of problems and of the answers. UserError for fewer than two problems, or a quantized source.
+    codes: a name in CODES. seed: of the choice of problems and of the answers. UserError for fewer
+    than two problems, or a quantized source.
     """
     files = source_of(source, device)            # refuses what cannot be written before any answer
     some = problems_at(problems, seed, range(min(count, len(problems))))
-    texts = own_answers(source, tokenizer, some, device, kernels, max_new_tokens, seed)
+    texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed)
     to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
     return len(some)
 
@@ -239,10 +237,8 @@ class Text(NamedTuple):
 
 
 def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Problem],
-                device: torch.device, kernels: str | None, max_new_tokens: int, seed: int
-                ) -> list[Text]:
-    """The texts: answers at temperature 1 of the model in NVFP4. UserError for fewer than two
-    problems.
+                device: torch.device, max_new_tokens: int, seed: int) -> list[Text]:
+    """The texts: the NVFP4 model's answers at temperature 1. UserError for fewer than two problems.
     """
     if len(problems) < 2:
         raise UserError(f"--calibrate takes at least 2 problems, one to measure by, "
@@ -250,7 +246,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
-    sampler = Sampler(engine_for(kernels), model, longest, min(256, len(prompts)))
+    sampler = Sampler(model, longest, min(256, len(prompts)))
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
     gc.collect()                                 # an engine and its graphs refer to each other
@@ -261,14 +257,14 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
 class Chunk:
     """Some texts, packed like the learner's rows, on their way through the layers.
 
-    exact, coded (T, D) fp32: hidden states in the 16-bit model and in the one with new codes.
+    exact, coded (T, D) fp32: hidden states of the 16-bit model and of the one with new codes.
     """
 
     def __init__(self, texts: list[Text], embed: Tensor, config: qwen.ModelConfig):
         self.texts = texts
         layout = lay_out(*zip(*texts))
         self.predictors = torch.tensor(layout.predictors, device=embed.device)
-        self.attend = PackedAttention(layout.trunks, embed.device, layout.branches)
+        self.attend = PackedAttention(layout.prefixes, embed.device, layout.suffixes)
         self.rope = qwen.rope_table(self.attend.positions, config)
         self.exact = embed[torch.tensor(layout.tokens, device=embed.device)].float()
         self.coded = self.exact.clone()
@@ -279,7 +275,7 @@ class Chunk:
 
 
 def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) -> list[Chunk]:
-    """Texts, in order, as Chunks of at most CHUNK_TOKENS tokens; a longer text is one alone."""
+    """Texts, in order, as Chunks of at most CHUNK_TOKENS tokens; a longer text goes alone."""
     lists = []
     tokens = CHUNK_TOKENS                        # of the last list: the first text opens a new one
     for text in texts:
@@ -300,8 +296,8 @@ def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
 def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
     """Within, each linear of the layer calls hear(linear, x) with every x (T, K) it multiplies."""
     # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
-    # H needs x * w / rms, so a forward hook on the norm keeps 1/rms for hear(). The
-    # linears need on_input, not a hook: ops.mlp calls their product(), not their forward().
+    # H needs x * w / rms, so a hook on the norm keeps 1/rms. Linears have on_input in place of a
+    # hook, because ops.mlp calls their product(), not their forward().
     norm_before = {layer.qkv: layer.input_norm, layer.gate_up: layer.post_norm}
     rstd = {}                                                    # norm -> its latest 1/rms (T, 1)
 
@@ -344,8 +340,8 @@ def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
 
 
 def add_upper(total: Tensor, x: Tensor) -> None:
-    """total (K, K) += x.T @ x for x (T, K) fp32, except for tiles below the diagonal, which would
-    hold the same numbers.
+    """total (K, K) += x.T @ x for x (T, K) fp32, without the tiles below the diagonal: H is
+    symmetric.
     """
     for i in range(0, len(total), HESSIAN_TILE):
         end = i + HESSIAN_TILE
@@ -353,8 +349,8 @@ def add_upper(total: Tensor, x: Tensor) -> None:
 
 
 def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
-    """The codes of least output error: GPTQ's, the search's or those of rounding to nearest."""
-    # GPTQ cannot take back a column, so in rare cases it loses.
+    """The codes with the least output error: GPTQ's, the search's or rounding to nearest's."""
+    # GPTQ cannot take back a column, so it sometimes loses.
     found = [gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
              nvfp4.quantize(w, scale, offsets=[0])]
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
@@ -384,13 +380,13 @@ def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
     return files
 
 
-def to_nvfp4(files: WeightReader, out: Path, codes: str = "search", texts: Sequence[Text] = (),
+def to_nvfp4(files: WeightReader, out: Path, codes: str, texts: Sequence[Text] = (),
              live_vocab: int | None = None) -> None:
     """Write source_of()'s model to the new folder `out` in compressed-tensors' NVFP4; lm_head and
     embedding stay bf16.
 
-    codes, texts: see coded_linears(). The KL goes into config.json as `calibration`, which is
-    printed whenever the folder is read.
+    codes, texts: see coded_linears(). config.json gets the KL as `calibration`, printed whenever
+    the folder is read.
     """
     about = {"quantization_config": NVFP4_CONFIG}
     linears = tuple(f"{name}.weight" for name in TARGETS)
@@ -425,7 +421,7 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
     for i in tqdm(range(config.layers), unit="layer", disable=None):
         layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
-                   for linear in linears_of(layer)]   # a float16 file's are finer than the layer's
+                   for linear in linears_of(layer)]   # float16 is finer than the layer's bf16
         # 1) The exact stream goes through the 16-bit layer and gives H.
         layer_hessians = hessians(layer, chunks) if texts else [None] * 4
         for chunk in measured:
@@ -457,8 +453,8 @@ def divergence(chunks: Sequence[Chunk], norm: qwen.RMSNorm, head: Tensor) -> tup
     """-> KL(exact || coded) of the predictions in nats a token of the answers, its standard error,
     how many tokens.
     """
-    # Tokens of one answer resemble each other, so the standard error counts answers: that of the
-    # ratio of their sums of KL to their lengths.
+    # Tokens of one answer resemble each other, so the standard error counts answers: it is that of
+    # the ratio of their sums of KL to their lengths.
     sums = []                                    # of each answer: KL of its tokens, their number
     for chunk in chunks:
         per_token = torch.cat([token_divergence(chunk, part, norm, head)

@@ -31,7 +31,7 @@ from harness.config import Settings, add_flag, number
 from harness.setup import choose_device, configure_cpu
 from prompts import Tokenizer, digest_of, encode_prompts, split_problems
 from ranks import say
-from sampler import Sampler, Sampling, Sequence, engine_for
+from sampler import Sampler, Sampling, Sequence
 from tasks import plugin
 from tasks.figures import evaluation_figures, sampler_entropy
 from tasks.problems import has_test_split, load_problems
@@ -133,15 +133,14 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
 # -----------------------------------------------------------------------------
 # The model, and the problems
 
-def open_model(args: argparse.Namespace) -> tuple[torch.device, str | None, ModelFolder, Tokenizer]:
-    """-> the device; which kernels decode there; the model's folder and its tokenizer. args.base is
-    decided.
+def open_model(args: argparse.Namespace) -> tuple[torch.device, ModelFolder, Tokenizer]:
+    """-> the device, the model's folder and its tokenizer. args.base is decided.
 
     UserError for all that can be wrong with the device, the adapter or the model, except for its
     weights: load_model() may take an hour to download them. What differs from the adapter's
     training is printed.
     """
-    device, kernels = choose_device(args.device, args.model)
+    device = choose_device(args.device, args.model)
     memory.bound(args.memory_gib, device)
     if args.adapter:
         read_peft_config(args.adapter)
@@ -150,7 +149,7 @@ def open_model(args: argparse.Namespace) -> tuple[torch.device, str | None, Mode
     if args.adapter:
         tell_other_conditions(args.adapter, training_conditions(folder, args.base,
                                                                 args.prompt_style, args.thinking))
-    return device, kernels, folder, Tokenizer(folder.path, args.thinking)
+    return device, folder, Tokenizer(folder.path, args.thinking)
 
 
 def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFolder,
@@ -280,14 +279,14 @@ def main() -> None:
     with env.one_line("evaluate.py"):
         args, run = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
-        device, kernels, folder, tokenizer = open_model(args)
+        device, folder, tokenizer = open_model(args)
         problems = problems_of(args, run, tokenizer)
         longest = max(len(problem.prompt) for problem in problems)
         if args.max_new_tokens is None:
             args.max_new_tokens = max(1, min(4096, folder.max_positions - longest))
         folder.check_length(longest + args.max_new_tokens)
         model = load_model(args, device, folder, tokenizer)
-        sampler = Sampler(engine_for(kernels), model, longest + args.max_new_tokens,
+        sampler = Sampler(model, longest + args.max_new_tokens,
                           min(args.max_rows, len(problems) * args.samples))
         before = time.perf_counter()
         rows, idle = answer(args, tokenizer, problems, sampler, reward)

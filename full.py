@@ -41,76 +41,6 @@ from ops import LOGIT_ROWS, add_mm, mm, mm_fp32, softmax_at, token_logprobs
 from weights import save_model
 
 # -----------------------------------------------------------------------------
-# The gradients that an adapter does not need
-
-class Linear(lora.Linear):
-    """A linear whose W is trained. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
-    copy: W in the model's dtype.
-    """
-
-    def __init__(self, names: list[str], parts: tuple[int, ...], leaf: Parameter, copy: Tensor):
-        weight = Weight((copy,), FORMATS["bf16"].dequantize, copy.shape, copy.dtype)
-        super().__init__(weight, names, parts)
-        self.leaf = leaf
-
-    def wide_weight(self) -> Tensor:
-        """W itself: without A and B there is nothing to widen."""
-        return self.weight.dequantize()
-
-    def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
-        """-> dx (M, K) in the model's dtype. Adds dW to leaf.grad."""
-        add_mm(self.leaf.grad, dy_wide.T, x_wide)
-        return mm(dy_wide, self.wide_weight())
-
-
-class _LookUp(torch.autograd.Function):
-    """The rows of the embedding: tokens (T,) -> (T, D) fp32."""
-
-    @staticmethod
-    def forward(ctx, leaf, tokens, embed):
-        ctx.leaf, ctx.tokens = leaf, tokens
-        return embed[tokens].float()
-
-    @staticmethod
-    def backward(ctx, dx):
-        # In place: a gradient of its own would be as large as the embedding. A token that occurs
-        # twice gets the sum, in an order that is fixed (index_add_ on a GPU has none).
-        ctx.leaf.grad.index_put_((ctx.tokens,), dx, accumulate=True)
-        return None, None, None
-
-
-class _Score(torch.autograd.Function):
-    """ops.token_logprobs with a gradient for the head, which is needed in the backward pass: there
-    dL/dlogprob is known. So the logits are computed a second time, chunk by chunk.
-    """
-
-    @staticmethod
-    def forward(ctx, x, rstd, leaf, head, targets, live, temperature):
-        ctx.save_for_backward(x, rstd, targets)
-        ctx.leaf, ctx.head, ctx.live, ctx.temperature = leaf, head, live, temperature
-        logprobs, entropy = token_logprobs(x.detach(), rstd.detach(), head, targets, live,
-                                           temperature)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, dlogprobs, _):
-        x, rstd, targets = ctx.saved_tensors
-        dx, drstd = torch.empty_like(x), torch.empty_like(rstd)
-        for i in range(0, len(x), LOGIT_ROWS):
-            s = slice(i, i + LOGIT_ROWS)
-            upstream = dlogprobs[s, None]
-            scale = rstd[s] / ctx.temperature
-            (picked, _, mean_logit), dlogits = softmax_at(
-                mm_fp32(x[s], ctx.head.T), scale, targets[s], ctx.live, x.dtype)
-            scaled = scale * upstream
-            dx[s] = mm_fp32(dlogits, ctx.head) * scaled
-            drstd[s] = (picked - mean_logit)[:, None] / rstd[s] * upstream
-            add_mm(ctx.leaf.grad, dlogits.T, (x[s] * scaled).to(x.dtype))
-        return dx, drstd, None, None, None, None, None
-
-
-# -----------------------------------------------------------------------------
 # The weights
 
 class Part(NamedTuple):
@@ -217,8 +147,8 @@ def attach(model: Qwen) -> Weights:
     if model.config.tied:
         model.lm_head, head = model.embed, embedding
     model.embedded = lambda tokens: _LookUp.apply(embedding, tokens, model.embed)
-    model.score = lambda x, rstd, targets, temperature: _Score.apply(
-        x, rstd, head, model.lm_head, targets, model.live_vocab, temperature)
+    model.score = lambda x, scale, targets: _Score.apply(
+        x, scale, head, model.lm_head, targets, model.live_vocab)
     model.adapter = weights
     weights.sync()
     return weights
@@ -235,3 +165,71 @@ def save(model: Qwen, master: Tensor, folder: Path) -> None:
                {"trained_from": model.folder.name})
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
+
+
+# -----------------------------------------------------------------------------
+# The gradients that an adapter does not need
+
+class Linear(lora.Linear):
+    """A linear whose W is trained. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
+    copy: W in the model's dtype.
+    """
+
+    def __init__(self, names: list[str], parts: tuple[int, ...], leaf: Parameter, copy: Tensor):
+        weight = Weight((copy,), FORMATS["bf16"].dequantize, copy.shape, copy.dtype)
+        super().__init__(weight, names, parts)
+        self.leaf = leaf
+
+    def wide_weight(self) -> Tensor:
+        """W itself: without A and B there is nothing to widen."""
+        return self.weight.dequantize()
+
+    def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
+        """-> dx (M, K) in the model's dtype. Adds dW to leaf.grad."""
+        add_mm(self.leaf.grad, dy_wide.T, x_wide)
+        return mm(dy_wide, self.wide_weight())
+
+
+class _LookUp(torch.autograd.Function):
+    """The rows of the embedding: tokens (T,) -> (T, D) fp32."""
+
+    @staticmethod
+    def forward(ctx, leaf, tokens, embed):
+        ctx.leaf, ctx.tokens = leaf, tokens
+        return embed[tokens].float()
+
+    @staticmethod
+    def backward(ctx, dx):
+        # In place: a gradient of its own would be as large as the embedding. A token that occurs
+        # twice gets the sum, in an order that is fixed (index_add_ on a GPU has none).
+        ctx.leaf.grad.index_put_((ctx.tokens,), dx, accumulate=True)
+        return None, None, None
+
+
+class _Score(torch.autograd.Function):
+    """ops.token_logprobs with a gradient for the head, which is needed in the backward pass: there
+    dL/dlogprob is known. So the logits are computed a second time, chunk by chunk.
+    """
+
+    @staticmethod
+    def forward(ctx, x, scale, leaf, head, targets, live):
+        ctx.save_for_backward(x, scale, targets)
+        ctx.leaf, ctx.head, ctx.live = leaf, head, live
+        logprobs, entropy = token_logprobs(x.detach(), scale.detach(), head, targets, live)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, dlogprobs, _):
+        x, scale, targets = ctx.saved_tensors
+        dx, dscale = torch.empty_like(x), torch.empty_like(scale)
+        for i in range(0, len(x), LOGIT_ROWS):
+            s = slice(i, i + LOGIT_ROWS)
+            upstream = dlogprobs[s, None]
+            (picked, _, mean_logit), dlogits = softmax_at(
+                mm_fp32(x[s], ctx.head.T), scale[s], targets[s], ctx.live, x.dtype)
+            scaled = scale[s] * upstream
+            dx[s] = mm_fp32(dlogits, ctx.head) * scaled
+            dscale[s] = (picked - mean_logit)[:, None] / scale[s] * upstream
+            add_mm(ctx.leaf.grad, dlogits.T, (x[s] * scaled).to(x.dtype))
+        return dx, dscale, None, None, None, None

@@ -65,9 +65,9 @@ SCALES = ("group", "none")
 
 class Correction(NamedTuple):
     """How a loss corrects for answers that another policy than the learner sampled:
-    ratio = policy / anchor and importance weight = min(anchor / rollout, cap).
+    ratio = policy / proximal and importance weight = min(proximal / rollout, cap).
     """
-    anchor: str                                  # "old" or "rollout"
+    proximal: str                                # "old" or "rollout"
     cap: float | None                            # None: the importance weight is 1
 
 
@@ -116,11 +116,6 @@ class Loss:
         """Whether the loss has a KL term, which needs the reference log-probs."""
         return self.kl_beta > 0
 
-    @property
-    def acts_on_all_rows(self) -> bool:
-        """Whether rows whose advantage is 0 are trained on too: only a KL term can teach them."""
-        return self.needs_reference
-
 
 LOSSES = {
     # Every row counts the same, however long it is (2402.03300, Eq. 3). That paper has one width
@@ -155,8 +150,8 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     return highest - lowest > 1e-9 * largest     # a group of NaN only: -inf > 0 is False
 
 
-def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
-                     extra: Tensor | None = None) -> Tensor:
+def group_advantages(rewards: Tensor, group_size: int, scale: str,
+                     shaping: Tensor | None = None) -> Tensor:
     """How much better than its group each answer is: (B,) rewards -> (B,) fp32 advantages.
 
     An advantage is the reward minus its group's mean. scale "group" divides it by the group's
@@ -164,7 +159,7 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
     whose rewards are all equal has advantages of 0. An unscorable row (NaN) is in no mean and has
     an advantage of 0.
 
-    extra (B,) is what else an answer is worth (its format, its length). Its distance from the
+    shaping (B,) is what else an answer is worth (its format, its length). Its distance from the
     group's mean is added undivided, and only in groups whose rewards differ.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
@@ -179,11 +174,11 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group",
         n = scorable.sum(dim=1, keepdim=True)
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
-    if extra is not None:
+    if shaping is not None:
         # As part of the reward it would be divided as well: of eight wrong answers, one of which
         # has -0.05 because it is long, that one would get an advantage of -2.5.
-        extra = torch.where(scorable, extra.view(-1, group_size), torch.nan)
-        centred = centred + (extra - extra.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
+        shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
+        centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
     # Exactly 0 lets the learner skip these rows. The formula alone would not give it: the mean of
     # eight equal numbers need not be that number, and 0 + 1e-4 would divide the rounding error.
     informative = informative_groups(rewards, group_size)
@@ -287,10 +282,10 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     assert policy.dtype in (torch.float32, torch.float64), \
         f"{policy.dtype}: differences of log-probs need fp32"
     correction = CORRECTIONS[loss.correction]
-    anchor = rollout if correction.anchor == "rollout" else old
+    proximal = rollout if correction.proximal == "rollout" else old
 
-    log_ratio = policy - anchor                                             # (T,)
-    log_weight = anchor - rollout                                           # (T,)
+    log_ratio = policy - proximal                                           # (T,)
+    log_weight = proximal - rollout                                         # (T,)
     if loss.sequence_level:
         # Every token has the ratio of its row and the gradient of its own log-prob; the weights
         # hold the 1 / length of the mean (2507.18071, section 4.3: GSPO-token).

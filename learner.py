@@ -145,10 +145,10 @@ class Learner:
         return {"skipped": self.skipped}
 
     def restore(self, counters: dict) -> None:
-        """Goes on from a checkpoint whose tensors have been written into tensors() already.
+        """Continues from a checkpoint whose tensors have been written into tensors() already.
 
-        counters: those of the checkpoint, which may also hold numbers of other parts of the run; {}
-        for a new run.
+        counters: the checkpoint's, which may also hold numbers of other parts of the run; {} for a
+        new run.
         """
         for name in self.counters().keys() & counters.keys():
             setattr(self, name, counters[name])
@@ -163,8 +163,8 @@ class Learner:
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
-        mine = self.accumulate_gradient(batch, weights, RANK, WORLD)
-        of_ranks = [sums for sums in gather([mine]) if sums]
+        local_sums = self.accumulate_gradient(batch, weights, RANK, WORLD)
+        of_ranks = [sums for sums in gather([local_sums]) if sums]
         if not of_ranks:
             return Update({}, 0.0, lr)
         sums = functools.reduce(grpo.add_sums, of_ranks)
@@ -188,9 +188,9 @@ class Learner:
 
         Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
         """
-        # Without a KL term rows of advantage 0 have no gradient: they are skipped. Such a row still
-        # counts in the divisor, which is in the weights already.
-        teaches = (batch.advantages != 0) | self.loss.acts_on_all_rows
+        # A row of advantage 0 has no gradient but that of a KL term, and is skipped without one. It
+        # still counts in the divisor, which is in the weights already.
+        teaches = (batch.advantages != 0) | self.loss.needs_reference
         trained = torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
         prompts = [batch.rows[b].prompt for b in trained]
         completions = [batch.rows[b].completion for b in trained]
@@ -251,9 +251,9 @@ class MicroBatch(NamedTuple):
 def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -> list[MicroBatch]:
     """Packs the rows of a batch into micro-batches of at most token_budget tokens, largest first.
 
-    prompts and completions are lists of token ids, B each. The rows of a group stand next to each
-    other, and the learner computes the prompt of neighbours once, so it counts once for them. A row
-    longer than the budget stands alone.
+    prompts and completions are lists of token ids, B each. The rows of a group are neighbours, and
+    the learner computes their prompt once, so it counts once. A row longer than the budget goes
+    alone.
 
     With a budget of 10 tokens and four rows, of which the first three answer the prompt a (2
     tokens) and the last one the prompt b (1 token):

@@ -15,11 +15,11 @@ W. Every part has its own A and B. `a` stacks the parts' A, `b` has one row per 
 
 One flat buffer. All A and all B are views into one fp32 vector, `master`; their gradients are views
 into another. So the optimizer, the sum over GPUs and the checkpoints handle one tensor. Sampler and
-learner compute with copies in the model's dtype (16 bits on a GPU), `working_a` and `working_b` =
+learner compute with copies in the model's dtype (bf16 on a GPU), `working_a` and `working_b` =
 s * b, which sync() rewrites in place, because CUDA graphs have captured their addresses.
 
-How y is computed in one product, the wide matrix, is drawn further down. Not here: how the
-sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
+Last in this file: the wide matrix, by which the learner computes y in one product. Not here: how
+the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -38,50 +38,7 @@ from ops import add_mm, mm, mm_fp32
 from weights import check_trained_on, read_peft, write_peft
 
 # -----------------------------------------------------------------------------
-# The wide matrix, or how the learner computes y in one product
-#
-# The method is complete without it, so skip the drawing on a first reading: it is the formula above
-# with other rounding, made faster.
-#
-# Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
-# second time. Instead the learner makes both products one. It expands W into a buffer that has P*R
-# more columns and P*R more rows, and puts s*B to the right of W and A below it. For q|k|v (P = 3):
-#
-#                         K          R    R    R
-#                   +-----------+----+----+----+
-#         rows of q |           |sB_q|  0 |  0 |
-#         rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
-#         rows of v |           |  0 |  0 |sB_v|         see the part's own x @ A.T alone
-#                   +-----------+----+----+----+
-#                   |    A_q    |              |
-#                   |    A_k    |  never read  |  P*R
-#                   |    A_v    |              |
-#                   +-----------+--------------+
-#
-# x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
-# P*R / K (or P*R / N) to the work:
-#
-#     forward      x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
-#                                                    = x @ W.T + (x @ A.T) @ (s*B).T
-#     backward    dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
-#                                                    = dy @ W + (dy @ s*B) @ A
-#                      dA = (dy @ s*B).T @ x      (P*R, K)
-#                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
-
-class Scratch:
-    """One buffer in which all linears of a model expand their matrices, one at a time."""
-
-    def __init__(self):
-        self.flat = None
-
-    def view(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(rows, columns), uninitialised; valid until the next linear asks for one."""
-        size = rows * columns
-        if self.flat is None or len(self.flat) < size or self.flat.dtype != dtype:
-            self.flat = None                                     # free the smaller one first
-            self.flat = torch.empty(size, dtype=dtype, device=device)
-        return self.flat[:size].view(rows, columns)
-
+# A linear
 
 class Linear(torch.nn.Module):
     """A frozen nvfp4.Weight plus, once a model has an adapter, this linear's A and B.
@@ -91,7 +48,7 @@ class Linear(torch.nn.Module):
     """
 
     def __init__(self, weight: Weight, names: list[str], parts: tuple[int, ...],
-                 scratch: Scratch | None = None):
+                 scratch: "Scratch | None" = None):
         super().__init__()
         assert sum(parts) == weight.N, f"parts {parts} of {names} do not add up to N={weight.N}"
         self.weight = weight
@@ -112,15 +69,26 @@ class Linear(torch.nn.Module):
         """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x, which must require a
         gradient: its backward pass adds those of A and B to a.grad and b.grad.
 
-        y = x @ W.T + (x @ A.T) @ (s * B).T, part by part. The methods below compute it as one
-        product; on a first reading go on at Adapter.
+        y = x @ W.T + (x @ A.T) @ (s * B).T, part by part.
         """
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
         return _Product.apply(x, self)
 
+    def merged(self) -> Tensor:
+        """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
+        w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
+        self.weight.dequantize(out=w)
+        self.weight.dense = None                 # a copy that a CPU keeps; it is used once here
+        if self.rank:
+            b = self.adapter.scale * self.b.data
+            w += torch.block_diag(*b.split(self.parts)) @ self.a.data
+        return w
+
+    # How y is computed in one product: the wide matrix, drawn at the end of this file
+
     def wide_weight(self) -> Tensor:
-        """The wide matrix (N + P*R, K + P*R) drawn above, in the shared buffer."""
+        """The wide matrix (N + P*R, K + P*R) in the shared buffer."""
         n = self.weight.N
         k = self.weight.K
         pr = self.rank * len(self.parts)
@@ -176,32 +144,6 @@ class Linear(torch.nn.Module):
         for db, dy, xa in zip(self.b.grad.split(self.parts), part_dy, part_xa):
             add_mm(db, dy.T, xa, self.adapter.scale)
         return mm(dy_wide, wide[:, :k])
-
-    def merged(self) -> Tensor:
-        """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
-        w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
-        self.weight.dequantize(out=w)
-        self.weight.dense = None                 # a copy that a CPU keeps; it is used once here
-        if self.rank:
-            b = self.adapter.scale * self.b.data
-            w += torch.block_diag(*b.split(self.parts)) @ self.a.data
-        return w
-
-
-class _Product(torch.autograd.Function):
-    """Linear.forward."""
-
-    @staticmethod
-    def forward(ctx, x, linear):
-        x_wide = linear.widened(x)
-        ctx.linear = linear
-        ctx.save_for_backward(x_wide)            # product() still writes x @ A.T into it
-        return linear.product(x_wide)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x_wide, = ctx.saved_tensors
-        return ctx.linear.product_backward(x_wide, ctx.linear.widened(dy)), None
 
 
 # -----------------------------------------------------------------------------
@@ -278,8 +220,8 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
 
     An adapter that the model had is dropped. A Sampler that was made before takes the new adapter.
     A Learner does not: make another one.
-    A starts uniform in +-1/sqrt(K) as PEFT's does, drawn from `seed`. B starts at zero, so the first
-    forward equals the base's except for the order in which a matmul sums.
+    A starts uniform in +-1/sqrt(K) as PEFT's does, drawn from `seed`. B starts at zero, so the
+    first forward equals the base's except for the order in which a matmul sums.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     adapter = Adapter(linears, rank, alpha, model.dtype)
@@ -341,3 +283,62 @@ def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, 
                 shapes.add((f"base_model.model.{name}.lora_A.weight", (rank, linear.weight.K)))
                 shapes.add((f"base_model.model.{name}.lora_B.weight", (rows, rank)))
     return shapes
+
+
+# -----------------------------------------------------------------------------
+# The wide matrix: Linear's formula in one product, with other rounding
+#
+# Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
+# second time. Instead the learner expands W into a buffer that has P*R more columns and rows, with
+# s*B to the right of W and A below it. For q|k|v (P = 3):
+#
+#                         K          R    R    R
+#                   +-----------+----+----+----+
+#         rows of q |           |sB_q|  0 |  0 |
+#         rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
+#         rows of v |           |  0 |  0 |sB_v|         see the part's own x @ A.T alone
+#                   +-----------+----+----+----+
+#                   |    A_q    |              |
+#                   |    A_k    |  never read  |  P*R
+#                   |    A_v    |              |
+#                   +-----------+--------------+
+#
+# x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
+# P*R / K (or P*R / N) to the work:
+#
+#     forward      x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
+#                                                    = x @ W.T + (x @ A.T) @ (s*B).T
+#     backward    dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
+#                                                    = dy @ W + (dy @ s*B) @ A
+#                      dA = (dy @ s*B).T @ x      (P*R, K)
+#                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
+
+class _Product(torch.autograd.Function):
+    """Linear.forward."""
+
+    @staticmethod
+    def forward(ctx, x, linear):
+        x_wide = linear.widened(x)
+        ctx.linear = linear
+        ctx.save_for_backward(x_wide)            # product() still writes x @ A.T into it
+        return linear.product(x_wide)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x_wide, = ctx.saved_tensors
+        return ctx.linear.product_backward(x_wide, ctx.linear.widened(dy)), None
+
+
+class Scratch:
+    """One buffer in which all linears of a model expand their matrices, one at a time."""
+
+    def __init__(self):
+        self.flat = None
+
+    def view(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(rows, columns), uninitialised; valid until the next linear asks for one."""
+        size = rows * columns
+        if self.flat is None or len(self.flat) < size or self.flat.dtype != dtype:
+            self.flat = None                                     # free the smaller one first
+            self.flat = torch.empty(size, dtype=dtype, device=device)
+        return self.flat[:size].view(rows, columns)

@@ -1,15 +1,15 @@
 """
 Frozen NVFP4 weights on a GPU: their packed layout, and the matmul that decodes it, y = x @ W.T.
 
-Sampling a token reads every weight once, and with few rows of x reading W is what takes the time:
-4.5 bits a weight are read 3.6 times as fast as 16. But no tensor core multiplies a 4-bit weight by
-a 16-bit x. So the kernel turns each weight into bf16 in registers, from which the tensor cores take
-it. While it reads at its memory's full speed, an H200 can issue about four instructions for each
-weight (docs/kernels.md); the layout below makes decoding cheap enough.
+Sampling a token reads every weight once, and with few rows of x that reading takes the time: 4.5
+bits a weight are read 3.6 times as fast as 16. No tensor core multiplies a 4-bit weight by a 16-bit
+x, so the kernel decodes each weight to bf16 in registers, which feed the tensor cores. An H200 that
+reads at its memory's full speed can issue about four instructions for each weight
+(docs/kernels.md); the layout below makes decoding cheap enough.
 
-With many rows of x the multiplication takes longer than the reading. Above MAX_DECODE_ROWS rows W
-is expanded to bf16 in memory, and cuBLAS multiplies (`expanded_matmul`). The learner and the
-sampler's prefills always expand W, by `PackedWeight.dequantize`.
+With many rows of x, multiplying takes longer than reading. Above MAX_DECODE_ROWS rows W is expanded
+to bf16 in memory, and cuBLAS multiplies (`expanded_matmul`). The learner and the sampler's prefills
+always expand W, by `PackedWeight.dequantize`.
 
 The parts of this file:
 
@@ -21,10 +21,10 @@ The parts of this file:
     6  how that kernel is launched
     7  the same product with W expanded first
 
-fast/hopper_fp4.py has parts 5 and 6 again, faster, only for Hopper.
+fast/hopper_fp4.py has parts 5 and 6 again, faster, for Hopper alone.
 
-The name, and the idea of one weight stream cut into equal stripes, come from Marlin (Frantar et al.
-2024, arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of the bits is our own.
+The name, and the idea of cutting one weight stream into equal stripes, come from Marlin (Frantar et
+al. 2024, arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of the bits is our own.
 
 Not here: which codes stand for a weight (nvfp4.py), the product with LoRA's B (fast/kernels.py),
 4-bit activations.
@@ -50,14 +50,14 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 SCALE_BLOCK = 16                    # consecutive weights of a row that share a scale
-# A tile of W is 128 x 128 weights. Not a setting: the kernels write the numbers that follow from it
-# (128, 32, 4096, 256) as they are.
+# A tile of W is 128 x 128 weights. Not a setting: the kernels hard-code the numbers that follow
+# from it (128, 32, 4096, 256).
 TILE_SIDE = 128
-# A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, as are the codes of a tile of W, so both
-# fit the same place in shared memory. The kernels write this 64 out as well.
+# A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, like the codes of a tile of W, so either
+# fits the same slot in shared memory. The kernels hard-code this 64 too.
 A_TILE = 64
-# Rows of x up to which a decode step decodes W in registers instead of expanding it, on a Hopper
-# and on other GPUs: there mma.sync would take longer than W's expansion (docs/kernels.md).
+# Rows of x up to which a decode step decodes W in registers instead of expanding it. Beyond 256
+# rows mma.sync, all that other GPUs have, takes longer than W's expansion (docs/kernels.md).
 MAX_DECODE_ROWS_HOPPER = 512
 MAX_DECODE_ROWS = 256
 
@@ -73,9 +73,9 @@ MAX_DECODE_ROWS = 256
 # 1.5, 2, 3, 4 or 6, with that sign. row_scale is NVFP4's global_scale, one number a row, since q, k
 # and v (or gate and up), which are fused along n, may have different ones.
 #
-# Tiles and bands. W is cut into tiles of 128 x 128, padded with zeros at its edges. A "band" is 128
-# rows of W: the tiles beside each other along k. It gives 128 columns of y. The tiles are stored
-# one after the other in the order of their numbers here:
+# Tiles and bands. W is cut into tiles of 128 x 128, padded with zeros at its edges. A "band" is the
+# tiles beside each other along k: 128 rows of W, which give 128 columns of y. Tiles are stored in
+# the order of their numbers here:
 #
 #               k ->
 #          +--------+--------+--------+
@@ -88,7 +88,7 @@ MAX_DECODE_ROWS = 256
 #     scales   int32 (N/128, K/128, 128, 2)     1 KiB a tile
 #
 # Code words. The 128 weights of a row of a tile are cut into four planes of 32. A row has 32 code
-# words, and code word c (16 bits) takes code c of each plane:
+# words of 16 bits, and code word c holds code c of each plane:
 #
 #      k = 0        31 32       63 64       95 96      127
 #         +-----------+-----------+-----------+-----------+
@@ -96,12 +96,12 @@ MAX_DECODE_ROWS = 256
 #         +-----------+-----------+-----------+-----------+
 #            k = c      k = 32+c    k = 64+c    k = 96+c        -> codes[..., n, c], 16 bits
 #
-# So plane p of a row's 32 words is W at 32 neighbouring k, and is multiplied by 32 neighbouring
-# columns of x: nothing has to be interleaved.
+# So plane p of a row's 32 words is W at 32 neighbouring k and multiplies 32 neighbouring columns of
+# x, without interleaving.
 #
-# The bits of a code word. The digit after s, e and m is the plane; of the two e of a plane the left
-# one is the higher. The mask 0x81C0 keeps what is a bf16's sign, its two lowest exponent bits and
-# its highest mantissa bit; a `.` is a bit that it sets to 0:
+# The bits of a code word. The digit after s, e and m is the plane; of a plane's two e, the left one
+# is the higher. The mask 0x81C0 keeps a bf16's sign, its two lowest exponent bits and its highest
+# mantissa bit; a `.` is a bit that it clears:
 #
 #     bit            15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 #     a code word    s0 m3 s3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
@@ -111,13 +111,13 @@ MAX_DECODE_ROWS = 256
 #     plane 1        s1  .  .  .  .  .  . e1 e1 m1  .  .  .  .  .  .     (word << 3) & 0x81C0
 #     plane 2        s2  .  .  .  .  .  . e2 e2 m2  .  .  .  .  .  .     (word << 6) & 0x81C0
 #
-# What is left, read as a bf16 number, is e2m1(code) * 2^-126: an exponent field of 1 means 2^-126
-# in bf16, and 1 in E2M1. An exponent field of 0 is a subnormal number in both formats, so 0.5,
-# E2M1's only one, becomes 2^-127.
+# The result, read as a bf16, is e2m1(code) * 2^-126: an exponent field of 1 means 2^-126 in bf16
+# and 1 in E2M1. An exponent field of 0 is subnormal in both formats, so 0.5, E2M1's only subnormal,
+# becomes 2^-127.
 #
-# Plane 3 has the bits that are left over. One multiplication puts all four in their place: let t be
-# plane 3's bits of the word, shifted down by 8. Then t * 1057 = t * (1 + 2^5 + 2^10) is three
-# copies of t, and from each copy the mask keeps other bits:
+# Plane 3 has the leftover bits. One multiplication puts all four in place: let t be plane 3's bits
+# of the word, shifted down by 8. Then t * 1057 = t * (1 + 2^5 + 2^10) is three copies of t, and the
+# mask keeps other bits of each copy:
 #
 #     bit                         16 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 #     t = (word & 0x6C00) >> 8                                  m3 s3  . e3 e3  .  .
@@ -125,7 +125,7 @@ MAX_DECODE_ROWS = 256
 #     t << 10                     m3 s3  . e3 e3
 #     t * 1057 & 0x81C0              s3  .  .  .  .  .  . e3 e3 m3  .  .  .  .  .  .
 #
-# No two copies have a bit in common, so the sum has no carries.
+# The copies share no bit, so the sum has no carries.
 #
 # Two words at once. A register has 32 bits, and one instruction decodes two neighbouring words:
 #
@@ -133,22 +133,21 @@ MAX_DECODE_ROWS = 256
 #               |  word c + 1 |   word c    |     c even
 #
 # Both are masked alike (0x81C081C0). Bits that overflow from word c land in bits 0 to 5 of word c +
-# 1, and the mask drops them. The shift to the right moves bits 10 and up by 8, so it stays within
-# its word.
+# 1, where the mask drops them. The right shift moves bits 10 and up by 8, so it stays in its word.
 #
 # Scales. A block_scale v > 0, an E4M3 number, becomes a byte u of 5 exponent and 3 mantissa bits,
 #
 #     u = ((floor(log2 v) + 10) << 3) | mantissa
 #
 # which holds every value of E4M3, subnormal ones too, as a normal number. Then 0x7000 | (u << 4) is
-# the bf16 number v * 2^107: its exponent field is 224 + floor(log2 v) + 10, and bf16 subtracts 127.
-# A scale of 0 gets the byte 0, which would decode to 2^97, so `pack` sets all codes under it to 0.
+# the bf16 v * 2^107: its exponent field is 224 + floor(log2 v) + 10, and bf16's bias is 127. A
+# scale of 0 gets the byte 0, which would decode to 2^97, so `pack` sets all codes under it to 0.
 #
 # Scale words. Plane p of a row has two scale_blocks: block 0 is k = 32 p + [0, 16), block 1 is k =
-# 32 p + [16, 32). So a row of a tile has two scale words of 32 bits: word h has the bytes u0 to u3,
-# those of block h of planes 0 to 3. Each half of a register should hold a byte as u << 4, in bits 4
-# to 11, so that one AND and one OR make two scales. So the four bytes are stored rotated to the
-# left by 4, which puts u0 and u1 in place; a rotation by 8 brings u2 and u3 there:
+# 32 p + [16, 32). So a row of a tile has two scale words of 32 bits: word h has the bytes u0 to u3
+# of block h of planes 0 to 3. One AND and one OR make two scales if each half of a register holds a
+# byte as u << 4, in bits 4 to 11. So the four bytes are stored rotated to the left by 4, which puts
+# u0 and u1 in place; a rotation by 8 brings u2 and u3 there:
 #
 #     bit           31    24 23    16 15     8 7      0
 #     four bytes   |   u2   |   u1   |   u3   |   u0   |
@@ -160,12 +159,12 @@ MAX_DECODE_ROWS = 256
 #     AND 0x0FF00FF0, OR 0x70007000                high half: scale of plane 1, low half: plane 0
 #     rotated to the left by 8, then the same      high half: scale of plane 3, low half: plane 2
 #
-# AND and OR are one instruction together, the rotation is another.
+# AND and OR together are one instruction, the rotation is another.
 #
 # A code times its scale. e2m1(code) * 2^-126 times v * 2^107 is e2m1(code) * v * 2^-19. It has at
 # most 6 significant bits, 2 of the code and 4 of the scale, so bf16 holds it exactly. The kernels
-# sum x * e2m1(code) * v * 2^-19, and the kernel that adds up their sums multiplies by `out_scale`,
-# which is row_scale * 2^19.
+# sum x * e2m1(code) * v * 2^-19, and the kernel that adds up their sums multiplies by `out_scale` =
+# row_scale * 2^19.
 #
 # One weight by hand: the code 5 = 0b0101 has s = 0, e = 2 and m = 1 and stands for 3. It is in
 # plane 3, under a scale of 1.5; the other codes of its word and scales of its scale word are 0:
@@ -209,7 +208,7 @@ def _unpack_words(words):
 @cache
 def _word_table(device):
     """int16 (65536,): the word of four codes, at index c0 | c1 << 4 | c2 << 8 | c3 << 12."""
-    # Made by unpacking all 65,536 words, so that packing cannot disagree with unpacking.
+    # From unpacking all 65,536 words, so that packing cannot disagree with unpacking.
     words = torch.arange(65536, device=device)
     c0, c1, c2, c3 = _unpack_words(words[:, None]).unbind(-1)
     table = torch.empty(65536, dtype=torch.int16, device=device)
@@ -241,9 +240,8 @@ def _cut_into_tiles(t, columns):
 
 
 class PackedWeight(Weight):
-    """A frozen NVFP4 weight (N, K) in the layout above, for x in bf16; made by `pack`.
-
-    The fast twin of nvfp4.Weight.
+    """A frozen NVFP4 weight (N, K) in the layout above, for x in bf16; `pack` makes one. The fast
+    twin of nvfp4.Weight.
     """
 
     def __init__(self, N: int, K: int, codes: torch.Tensor, scales: torch.Tensor,
@@ -255,14 +253,14 @@ class PackedWeight(Weight):
         self.scales = scales        # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale  # fp32 (N,)
         self.out_scale = row_scale * 2**POWER  # fp32 (N,), for the kernels' sums: undoes 2^-POWER
-        # Whether dequantize() may multiply by out_scale in bf16: it may if all are powers of two.
+        # If all are powers of two, dequantize() may multiply by out_scale in bf16.
         self.exact = bool((torch.frexp(self.out_scale).mantissa == 0.5).all())
 
     def dequantize(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """W (N, K) in bf16, or in `out` (fp32 or bf16, any row stride).
 
-        Each weight is e2m1(code) * block_scale * row_scale in fp32, rounded once; exact in bf16
-        where row_scale is a power of two.
+        Each weight is e2m1(code) * block_scale * row_scale in fp32, rounded once; exact in bf16 if
+        row_scale is a power of two.
         """
         if out is None:
             out = torch.empty(self.N, self.K, dtype=self.dtype, device=self.device)
@@ -280,10 +278,9 @@ class PackedWeight(Weight):
 
 def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor,
          dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
-    """Packs the three tensors of nvfp4.quantize.
-
-    packed uint8 (N, K // 2), block_scale E4M3 (N, K // 16), global_scale fp32 () or (N,); dtype: of
-    x, only in bf16. AssertionError if a type, a shape or a scale does not fit.
+    """Packs the three tensors of nvfp4.quantize: packed uint8 (N, K // 2), block_scale E4M3
+    (N, K // 16), global_scale fp32 () or (N,). dtype: of x, always bf16. AssertionError if a type,
+    a shape or a scale does not fit.
     """
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype == torch.bfloat16, f"dtype must be bf16, got {dtype}"
@@ -316,11 +313,11 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 # -----------------------------------------------------------------------------
 # 3. Decoding in registers
 #
-# The arithmetic of part 1 is written in PTX, NVIDIA's assembly, so that one instruction works on
-# two code words; the compiler would spend one on each.
+# Part 1's arithmetic is in PTX, NVIDIA's assembly, so that one instruction works on two code words;
+# the compiler would spend one on each.
 #
 # Triton's inline assembly numbers the results first, then the argument. For planes 2 and 3 the
-# first function below makes this, with two code words in $2:
+# first function below gives this, with two code words in $2:
 #
 #     { .reg .b32 t;
 #     shl.b32 t, $2, 0x6;
@@ -330,8 +327,8 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 #     mul.lo.u32 t, t, 0x421;
 #     and.b32 $1, t, 0x81c081c0; }
 #
-# 6 instructions for 4 weights; planes 0 and 1 take 3. A scale word takes 3 for 4 scales, each of
-# which belongs to 16 weights.
+# That is 6 instructions for 4 weights; planes 0 and 1 take 3. A scale word takes 3 for 4 scales,
+# each of which belongs to 16 weights.
 
 @triton.constexpr_function
 def _decode_planes_asm(first_plane):
@@ -355,7 +352,7 @@ def _decode_planes_asm(first_plane):
 @triton.constexpr_function
 def _decode_scales_asm():
     """PTX: a scale word in register $4 -> the scales of planes 0, 1, 2, 3 in $0, $1, $2, $3."""
-    # lop3 with the table 0xEA is (a & b) | c. The movs only name the halves of a register: free.
+    # lop3 with the table 0xEA is (a & b) | c. The movs only name halves of a register, at no cost.
     take_and_or = f"{(0xFF << ROTATION) * 0x10001:#x}, {SCALE_BASE * 0x10001:#x}, 0xEA"
     return f"""{{ .reg .b32 t;
         lop3.b32 t, $4, {take_and_or};
@@ -366,7 +363,7 @@ def _decode_scales_asm():
 
 
 # In the strings below "r" is a 32-bit register, "h" a 16-bit one, and "=" marks a result. "=&r" is
-# written while the argument is still needed, so the two may not share a register. pack=2 puts two
+# written while the argument is still needed, so it gets a register of its own. pack=2 puts two
 # neighbouring words into one register.
 
 @triton.jit
@@ -403,9 +400,9 @@ def dequantize_kernel(
     out_scale_ptr,     # fp32  (N,)
     out_ptr,           # bf16 or fp32 (N, K), its row stride is out_stride
     N, K, out_stride,
-    EXACT: tl.constexpr, # PackedWeight.exact: multiply by out_scale in 16 bits, else in fp32
+    EXACT: tl.constexpr,  # PackedWeight.exact: multiply by out_scale in bf16, else in fp32
 ):
-    """Expands W. One program does one tile."""
+    """Expands W, one tile a program."""
     dtype: tl.constexpr = tl.bfloat16
     tile_k = tl.program_id(0)
     tile_n = tl.program_id(1)
@@ -418,7 +415,7 @@ def dequantize_kernel(
     w0, w1 = decode_planes(words, 0, dtype)
     w2, w3 = decode_planes(words, 2, dtype)
     s0, s1, s2, s3 = decode_scales(word, dtype)
-    # Side by side first, so that a row is stored as 256 bytes at once, not as four times 64.
+    # Side by side first: a row is then one store of 256 bytes instead of four of 64.
     front = side_by_side(w0 * spread_scales(s0), w1 * spread_scales(s1))
     back = side_by_side(w2 * spread_scales(s2), w3 * spread_scales(s3))
     value = side_by_side(front, back)
@@ -432,23 +429,23 @@ def dequantize_kernel(
 # -----------------------------------------------------------------------------
 # 4. The schedule of the weight stream
 #
-# The tiles of W in memory order, along k and then band after band, are one stream. It is cut into
-# stripes of equal length, one for each program (stream-K; Marlin's stripes). So all programs have
+# W's tiles in memory order, along k and then band after band, are one stream. It is cut into
+# stripes of equal length, one for each program (stream-K; Marlin's stripes), so all programs have
 # the same work whatever N and K are; only the last stripe may be shorter. `plan_stripes` takes the
 # shortest stripe whose programs all fit on the GPU at once, so that they start and end together.
 #
-# A stripe may begin and end in the middle of a band. Here W has 3 bands of 5 tiles, and a stripe
-# has 3 tiles; a digit is the number of the program that walks the tile:
+# A stripe may begin and end inside a band. Here W has 3 bands of 5 tiles, and a stripe has 3 tiles;
+# a digit is the program that walks the tile:
 #
 #               k ->
 #     band 0    0  0  0 | 1  1
 #     band 1    1 | 2  2  2 | 3
 #     band 2    3  3 | 4  4  4
 #
-# At the end of a band, or of its stripe, a program stores what it has summed: a "piece" of that
-# band's 128 columns of y. The pieces of a band are numbered from 0 in the order of their programs,
-# and piece p goes into slab p. A "slab" is a whole matrix (M, N + R). For the W above, a digit is
-# the program that stores the piece:
+# At the end of a band, or of its stripe, a program stores its sums: a "piece" of that band's 128
+# columns of y. The pieces of a band are numbered from 0 in the order of their programs, and piece p
+# goes into slab p, a "slab" being a whole matrix (M, N + R). For the W above, a digit is the
+# program that stores the piece:
 #
 #                columns of
 #                band 0    band 1    band 2    LoRA's A (N .. N + R)
@@ -456,26 +453,26 @@ def dequantize_kernel(
 #     slab 1     1         2         4         A1
 #     slab 2     -         3         -         A2
 #
-# The kernel that reads y next adds the slabs up: it asks `w_pieces` how many of them hold a piece
-# of a column, and adds those in order, so the result has the same bits in every run (atomic
-# additions would not give that). Slabs are never set to zero: a "-" may hold anything, even NaN.
+# The kernel that reads y next adds the slabs up: `w_pieces` tells it how many hold a piece of a
+# column, and it adds those in order, so the result has the same bits in every run (atomic additions
+# would not). Slabs are never set to zero: a "-" may hold anything, even NaN.
 #
 # LoRA's A rides along: columns N .. N + R of the slabs are x @ A.T. The first programs of the grid
-# do nothing else; A0 to A2 above each walk a part of K for up to 64 rows of A. Where x has more
-# than BM rows, axis 1 of the grid repeats all of that for the next BM rows:
+# do nothing else; A0 to A2 above each walk a part of K for up to 64 rows of A. If x has more than
+# BM rows, axis 1 of the grid repeats all of this for the next BM rows:
 #
 #                  axis 0 ->
 #     rows 0 .. BM         A0  A1  A2   0   1   2   3   4
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
-# A program of A walks as much of K as a stripe has tiles, but at most a part of it (parts_of_k):
+# A program of A walks as many tiles of K as a stripe has, but at most a part of K (parts_of_k):
 # where a stripe is longer than a band, one program would walk all of K and end last.
 
 def parts_of_k(M: int) -> int:
     """Into how many parts the programs of x @ A.T cut K, at least, with M rows of x."""
-    # With more than 32 rows products take the time and not bytes, and A has half as many of them a
-    # tile as W. And there most columns of a long stripe's W lie in two slabs: if those of A lay in
-    # four, the loop that adds them up would run twice as long.
+    # With more than 32 rows products take the time, and a tile of A has half as many as one of W.
+    # And most columns of W are then in two slabs: with A in four, the loop that adds slabs up would
+    # run twice as long.
     return 4 if M <= 32 else 2
 
 
@@ -504,14 +501,14 @@ class StripePlan(NamedTuple):
 @cache
 def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> StripePlan:
     """The plan with the shortest stripe whose programs all fit on the GPU at once: in one wave, or
-    in more if A's programs would leave W less than half of that wave (a large R on a small GPU).
+    in more if A's programs leave W less than half of that wave (a large R on a small GPU).
 
     config: a PortableConfig or a HopperConfig.
     """
     k_tiles = triton.cdiv(K, TILE_SIDE)
     bands = triton.cdiv(N, TILE_SIDE)
     tiles = bands * k_tiles
-    # Every BM rows of x take a whole set of programs, axis 0 of the grid.
+    # Every BM rows of x take a full set of programs, axis 0 of the grid.
     places = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
     for waves in itertools.count(1):
         fit = waves * places
@@ -532,7 +529,7 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
 
 
 class MatmulSlabs(NamedTuple):
-    """What a decode matmul leaves: partial sums, which fast/kernels.py adds up where it reads them.
+    """What a decode matmul leaves: partial sums, which the next kernel adds up as it reads them.
 
         (x @ W.T)[:, n] = scale[n] * sums[:w_pieces(n, k_tiles, stripe), :, n].sum(0)
         x @ A.T         = sums[:a_pieces, :, N:N + R].sum(0)
@@ -548,14 +545,13 @@ class MatmulSlabs(NamedTuple):
 # 5. The kernel, in plain Triton
 #
 # A tensor core multiplies at least 16 rows of its first operand by at least 8 columns of its
-# second. W is the first and x.T the second, so the sums are kept transposed: 128 columns of y by BM
-# rows of x. A single row of x wastes 7 of 8 columns; the other way round it would waste 15 of 16
-# rows.
+# second. W is the first and x.T the second, so sums are transposed: 128 columns of y by BM rows of
+# x. A single row of x wastes 7 of 8 columns; the other way round it would waste 15 of 16 rows.
 #
-# The warps share a tile's 128 rows. For Triton that is a batch of products (BATCH > 1): each warp
+# The warps share a tile's 128 rows. For Triton that is a batch of products (batch > 1): each warp
 # multiplies its own rows by all of x, so no weight is decoded twice, and the product is mma.sync,
-# which all GPUs have. On Hopper, from 17 rows of x on, all warps do one product (BATCH = 1), which
-# Triton makes a wgmma: faster, since it reads x from shared memory by itself.
+# which all GPUs have. On Hopper, from 17 rows of x on, all warps do one product (batch 1), which
+# Triton turns into a wgmma: faster, since it reads x straight from shared memory.
 
 class MatmulInputs(NamedTuple):
     """What portable_kernel reads."""
@@ -571,11 +567,11 @@ class MatmulInputs(NamedTuple):
 
 @triton.jit
 def load_rows(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
-    """Rows `row` and columns `k` of a matrix (rows, K); both may run past its ends, `k` only where
+    """Rows `row` and columns `k` of a matrix (rows, K); both may run past its ends, `k` only if
     WHOLE_K is False.
     """
-    # A row past the end is read as the last one: that needs no mask, and its result is never
-    # stored. A column past the end is read as zeros, since it is summed.
+    # A row past the end is read as the last one, which needs no mask, and its result is never
+    # stored. A column past the end is read as zeros, because it is summed.
     at = ptr + tl.minimum(row, rows - 1)[:, None] * stride + k[None, :]
     if WHOLE_K:
         return tl.load(at)
@@ -598,8 +594,8 @@ def add_product(acc, w, x):
         acc = tl.dot(w, xt, acc)
     else:
         acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
-        # A trap: wgmma is asynchronous. Without this "mov", which uses its sum, the compiler may
-        # decode the next plane into w's registers before it has read them.
+        # A trap: wgmma is asynchronous. Without this "mov", which waits for its sum, the compiler
+        # may decode the next plane into w's registers before they have been read.
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32,
                                         is_pure=False, pack=1)
     return acc
@@ -607,7 +603,7 @@ def add_product(acc, w, x):
 
 @triton.jit
 def store_piece(acc, out_ptr, width, n, columns, m, M):
-    """acc (of sum_shape) -> out[m, n], as much of it as lies below M and `columns`."""
+    """acc (of sum_shape) -> out[m, n], where m and n are below M and `columns`."""
     acc = tl.reshape(acc, (n.shape[0], m.shape[0]))
     mask = (m < M)[None, :] & (n < columns)[:, None]
     tl.store(out_ptr + m[None, :] * width + n[:, None], acc, mask=mask)
@@ -619,11 +615,14 @@ def portable_kernel(
     slabs_ptr,         # fp32 (S, M, width)     columns N .. N + R are x @ A.T
     M, width,
     k_tiles, stripe, a_stripe, a_programs,  # of the StripePlan
-    BM: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,  # of the PortableConfig
-    WHOLE_K: tl.constexpr, # K is a multiple of 128
-    PDL: tl.constexpr,     # a programmatic dependent launch, see fast/kernels.py
+    config: tl.constexpr,   # PortableConfig
+    WHOLE_K: tl.constexpr,  # K is a multiple of 128
+    PDL: tl.constexpr,      # a programmatic dependent launch, see fast/kernels.py
 ):
     """x @ [W; A].T as pieces in slabs. Axis 0 of the grid: programs; axis 1: BM rows of x each."""
+    BM: tl.constexpr = config.BM
+    STAGES: tl.constexpr = config.num_stages
+    BATCH: tl.constexpr = config.batch
     dtype: tl.constexpr = inputs.x.dtype.element_ty
     pid = tl.program_id(0)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -632,8 +631,8 @@ def portable_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    # A program of x @ A.T: 64 rows of A, along a_stripe tiles of K. A tile of A is 64 wide, half a
-    # tile of W, so it counts in half tiles.
+    # A program of x @ A.T: 64 rows of A, along a_stripe tiles of K. It counts in half tiles, since
+    # a tile of A is half as wide as one of W.
     if pid < a_programs:
         pieces = tl.cdiv(k_tiles, a_stripe)
         piece = pid % pieces
@@ -685,19 +684,19 @@ def portable_kernel(
 class PortableConfig(NamedTuple):
     """How portable_kernel is launched for some number of rows of x."""
     BM: int                 # rows of x that one program multiplies
-    num_stages: int         # tiles of W in shared memory: the one in use and those under way
+    num_stages: int         # tiles of W in shared memory: the one in use and those being loaded
     programs_per_sm: int    # programs that fit on a multiprocessor at once
     num_warps: int
-    batch: int              # parts that a tile's rows are cut into: one for each warp, or 1
+    batch: int              # products that a tile is cut into: one for each warp, or 1
 
 
-# Rows of x, at most -> the config that was fastest on an H200: BM, num_stages, programs_per_sm,
-# num_warps, batch.
+# Rows of x, at most -> the fastest config on an H200: BM, num_stages, programs_per_sm, num_warps,
+# batch.
 PORTABLE_CONFIGS = {  # by mma.sync
     8: PortableConfig(8, 3, 4, 4, 4),
     16: PortableConfig(16, 3, 4, 4, 4),
     32: PortableConfig(32, 3, 4, 2, 2),  # two warps read x half as often as four do
-    256: PortableConfig(64, 3, 2, 4, 4),  # with two warps the registers would not suffice
+    256: PortableConfig(64, 3, 2, 4, 4),  # two warps would have too few registers
 }
 CONFIGS_99_KIB = {  # consumer cards: 99 KiB of shared memory hold fewer stages
     8: PortableConfig(8, 3, 4, 4, 4),
@@ -731,7 +730,7 @@ def portable_config(M: int, sm: tuple[int, int]) -> PortableConfig:
 
 @cache
 def multiprocessors_on(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; on a CPU an H200's 132, for tests that compile there."""
+    """How many multiprocessors a GPU has; on a CPU an H200's 132, for tests that compile."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -771,20 +770,19 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
                     slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) have the weight's dtype, bf16. slabs: an earlier result's `sums`, to be
-    overwritten. A row's bits depend on M, from which BM and the stripe follow, but not on the other
-    rows. pdl (from sm_90 on): a programmatic dependent launch, see fast/kernels.py; nothing is read
-    before the previous kernel has ended. AssertionError if the operands do not fit.
+    x and lora_a (R, K) are in bf16. slabs: an earlier result's `sums`, to be overwritten. A row's
+    bits depend on M, which decides BM and the stripe, but not on the other rows. pdl (from sm_90
+    on): a programmatic dependent launch, see fast/kernels.py; nothing is read before the previous
+    kernel has ended. AssertionError if the operands do not fit.
     """
     M, K = x.shape
     config = portable_config(M, capability(weight.device))
     R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
-    a = lora_a if R else x  # without an adapter any pointer will do, since nothing is read from it
+    a = lora_a if R else x  # without an adapter any pointer will do: nothing is read from it
     inputs = MatmulInputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
         inputs, slabs, M, slabs.shape[2], plan.k_tiles, plan.stripe, plan.a_stripe, plan.a_programs,
-        config.BM, config.num_stages, config.batch, K % TILE_SIDE == 0, pdl,
-        num_warps=config.num_warps, launch_pdl=pdl)
+        config, K % TILE_SIDE == 0, pdl, num_warps=config.num_warps, launch_pdl=pdl)
     return plan.result(slabs, weight)
 
 
@@ -794,13 +792,13 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
 @cache
 def unit_scale(n: int, device: torch.device) -> torch.Tensor:
     """n ones: the `scale` of a product whose W was expanded together with its scales."""
-    # Cached: inside a CUDA graph every replay would fill them in again.
+    # Cached, or every replay of a CUDA graph would fill them in again.
     return torch.ones(n, device=device)
 
 
 def expanded_matmul(x: torch.Tensor, weight: Weight,
                     lora_a: torch.Tensor | None = None) -> MatmulSlabs:
-    """portable_matmul with W expanded first: for many rows, and for any format. One slab, S = 1."""
+    """portable_matmul with W expanded first: for many rows, and any format. One slab, S = 1."""
     _check_operands(x, weight, lora_a)
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)
@@ -808,5 +806,5 @@ def expanded_matmul(x: torch.Tensor, weight: Weight,
     mm_fp32(x, weight.dequantize().T, out=slabs[0, :, :N])
     if R:
         mm_fp32(x, lora_a.T, out=slabs[0, :, N:])
-    # As if K were one tile wide and a stripe one tile long: then every column has one piece.
+    # As if K were one tile wide and a stripe one tile long: every column has one piece.
     return MatmulSlabs(slabs, unit_scale(N, x.device), k_tiles=1, stripe=1, a_pieces=1)

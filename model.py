@@ -300,30 +300,29 @@ class Qwen(torch.nn.Module):
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
             "every row needs a prompt token and a scored token"
         layout = lay_out(rows, starts)
-        attend = PackedAttention(layout.trunks, self.device, layout.branches)
+        attend = PackedAttention(layout.prefixes, self.device, layout.suffixes)
         attends = [attend] * len(self.layers)
         tokens = torch.tensor(layout.tokens, device=self.device)
         xw, rstd = self.hidden(tokens, attends, attend.positions, kept_layers)
         at = torch.tensor(layout.predictors, device=self.device)
         completions = [t for row, start in zip(rows, starts) for t in row[start:]]
         targets = torch.tensor(completions, device=self.device)
-        return self.score(xw[at], rstd[at], targets, temperature)
+        return self.score(xw[at], rstd[at] / temperature, targets)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The residual stream before the first layer: tokens (T,) -> (T, D) fp32."""
         return self.embed[tokens].float()
 
-    def score(self, x: Tensor, rstd: Tensor, targets: Tensor,
-              temperature: float) -> tuple[Tensor, Tensor]:
+    def score(self, x: Tensor, scale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """ops.token_logprobs with this model's head."""
-        return token_logprobs(x, rstd, self.lm_head, targets, self.live_vocab, temperature)
+        return token_logprobs(x, scale, self.lm_head, targets, self.live_vocab)
 
 
 # -----------------------------------------------------------------------------
 # Loading
 
 def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
-         device: torch.device | str | None = None, dtype: torch.dtype | str | None = None,
+         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
          live_vocab: int | None = None) -> Qwen:
     """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
 
@@ -335,8 +334,6 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
     if not isinstance(folder, ModelFolder):
         folder = ModelFolder(folder)
     folder.download()

@@ -1,8 +1,8 @@
 """
 Four-bit weight formats: quantize real weights to codes and scales, and decode them again.
 
-NVFP4 takes 4.5 bits a weight, 28 % of bf16. Sampling gets faster too: with few answers at a time,
-reading the weights takes most of the time. The rounding error is the "quantization noise" that QeRL
+NVFP4 takes 4.5 bits a weight, 28 % of bf16. Sampling gets faster too, since with few answers at a
+time most of it is reading weights. The rounding error is the "quantization noise" that QeRL
 (arXiv 2510.11696) explores with. `base` names the format of a model's frozen linears.
 
 A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
@@ -16,20 +16,18 @@ A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
 A code is a sign (bit 3) and one of the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 (bits 0 to 2).
 MXFP4 has scale_blocks of 32 weights, NF4 of 64; neither has a tensor scale.
 
-One scale_block by hand, in a matrix whose global_scale is 2^-11. Of its 16 weights these four are
-not 0:
+One scale_block by hand, in a matrix whose global_scale is 2^-11. All but four of its 16 weights are
+0:
     w                   0.30      0.245     -0.12     0.01
 
 The usual scale maps the largest weight to 6, the largest magnitude: 0.30 / 6 = 0.05 = 102.4 *
-2^-11. The E4M3 number nearest to 102.4 is 104, which makes 104 * 2^-11 = 0.0508 the unit of this
-block:
+2^-11. The nearest E4M3 number is 104, so the unit of this block is 104 * 2^-11 = 0.0508:
     w / unit            5.91      4.82      -2.36     0.20
     nearest e2m1        6         4         -2        0
     decoded             0.305     0.203     -0.102    0           squared error 0.0022
 
-Most of the error is that of 0.245, which falls between 4 and 6, where E2M1 is coarsest. The search
-below tries eleven E4M3 numbers around 104. 160, the fifth above it, has the least error; it makes
-the unit 0.0781:
+Most of the error comes from 0.245, which falls between 4 and 6, where E2M1 is coarsest. quantize()
+tries eleven E4M3 numbers around 104. 160 has the least error, with a unit of 0.0781:
     w / unit            3.84      3.14      -1.54     0.13
     nearest e2m1        4         3         -1.5      0
     decoded             0.3125    0.234     -0.117    0           squared error 0.0004
@@ -37,17 +35,16 @@ the unit 0.0781:
     packed              0x56                0x0B                  the first code in the low nibble
     block_scale         0x72                                      E4M3: 2^7 * (1 + 2/8) = 160
 
-So each format tries several scales around the usual one (`offsets` says which) and keeps the one
-with the least squared error. A smaller scale can win as well: it clips the largest weight, but may
-fit the other 15 better. With offset 0 alone, which is the usual scale, codes and scales equal those
-of compressed-tensors (NVFP4, MXFP4) and bitsandbytes (NF4; there the first code of a byte is in the
-HIGH nibble).
+So each format tries several scales around the usual one (`offsets`) and keeps the one with the
+least squared error. A smaller scale can win too: it clips the largest weight, but may fit the other
+15 better. With the usual scale alone (offset 0), codes and scales equal those of compressed-tensors
+(NVFP4, MXFP4) and bitsandbytes (NF4, whose first code of a byte is in the HIGH nibble).
 
-The tensor scale is a power of two, so that learner and sampler see the same weights bit for bit.
-A code has 2 significant bits and a block scale 4: their product has at most 6, which bf16 holds
-exactly, and a factor 2^n adds none. So the learner, which rounds W to bf16 before it multiplies,
-and the sampler, which applies global_scale after the product, use the same W.
-q, k and v share a tensor scale, and so do gate and up, because inference engines fuse them.
+The tensor scale is a power of two, so learner and sampler use the same W to the last bit: a code
+has 2 significant bits and a block scale 4, so bf16 holds their product exactly, and it makes no
+difference that the learner rounds W to bf16 while the sampler applies global_scale after the
+product. q, k and v share a tensor scale, and so do gate and up, because inference engines fuse
+them.
 
 Not here: codes that make up for each other's errors (calibrate.py), 4-bit activations, NF4's double
 quantization.
@@ -63,23 +60,22 @@ from torch import Tensor
 from files import UserError
 from ops import on_gpu, twin_in_kernels
 
-WEIGHTS_AT_A_TIME = 2**22                        # encoded together: 100 MB of fp32 temporaries
+WEIGHTS_AT_A_TIME = 2**22                        # bounds the fp32 temporaries to 100 MB
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 is -0
-# Between two magnitudes lies an edge. The code of |x| is the number of edges below |x|. An |x| on
-# an edge is a tie, and goes to the even code as in IEEE arithmetic:
+# The code of |x| is the number of edges below |x|. An |x| on an edge is a tie, and goes to the even
+# code as in IEEE arithmetic:
 #     code        0      1      2      3      4      5      6      7
 #     magnitude   0     .5      1     1.5     2      3      4      6
 #     edge          .25    .75   1.25   1.75   2.5    3.5     5
 #     tie goes     down    up    down    up    down    up    down
-# `>` alone sends a tie down. To send it up, its edge is moved towards zero by one fp32 number.
+# `>` sends a tie down. To send it up, its edge moves towards zero by one fp32 number.
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
 
-# Block scales that NVFP4 tries, in E4M3 codes from the usual one. 8 codes are a factor of 2, so -4
-# to 6 is about 0.7 to 1.7 times the usual scale. Sorted by distance: among equal errors the nearest
-# wins.
+# Block scales that NVFP4 tries, in E4M3 codes from the usual one: about 0.7 to 1.7 times the usual
+# scale, since 8 codes are a factor of 2. Sorted by distance: among equal errors the nearest wins.
 OFFSETS = sorted(range(-4, 7), key=abs)
 
 # The 16 NormalFloat levels (QLoRA, arXiv 2305.14314, appendix E): quantiles of N(0, 1) in [-1, 1].
@@ -90,6 +86,75 @@ NF4 = torch.tensor([
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0])
 NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
+
+# -----------------------------------------------------------------------------
+# NVFP4
+
+def global_scale_for(*weights: Tensor) -> Tensor:
+    """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
+
+    The smallest power of two for which no block scale exceeds 448, E4M3's largest number; 1 if all
+    weights are 0. UserError if a weight is not finite.
+    """
+    extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
+    amax = torch.stack(extremes).abs().max().item()
+    if not math.isfinite(amax):
+        raise UserError(f"a weight matrix holds {amax}: no tensor scale fits")
+    # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1), so 2^exponent is the next power of
+    # two, unless the number is one itself (mantissa .5). Below 2^-126 a GPU may flush to 0.
+    mantissa, exponent = math.frexp(amax / (6 * 448))
+    exponent = max(exponent - (mantissa == 0.5), -126)
+    return torch.tensor(2.0**exponent, device=weights[0].device)
+
+
+def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor | None = None,
+             offsets: Iterable[int] = OFFSETS) -> tuple[Tensor, Tensor, Tensor]:
+    """To NVFP4: (N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
+
+    The usual block scale is the block's largest |w| / 6, rounded to the dtype of w as in
+    compressed-tensors; offsets: which E4M3 codes to try, counted from its code. importance: see
+    encode(). global_scale: None is global_scale_for(w). UserError if K is not a multiple of 16 or,
+    without a global_scale, a weight is not finite.
+    """
+    if global_scale is None:
+        global_scale = global_scale_for(w)
+    inverse = 1 / global_scale                   # compressed-tensors stores and multiplies by this
+
+    def candidates(blocks):
+        first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
+        return [e4m3_value(first + offset) / inverse for offset in offsets]
+
+    packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
+    # Exact: it undoes the division in candidates().
+    return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
+
+
+def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
+    """The E4M3 codes, int16, nearest to scale * inverse, where inverse = 1 / global_scale.
+
+    code + 1 is the next larger number. 0 becomes 0.125: no block scale is 0.
+    """
+    scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
+    code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
+    # Code 0 comes from blocks of zeros, or of weights below about 2^-18 of the matrix's largest. At
+    # 0.125 all of them round to 0.
+    return code.masked_fill(code == 0, 32)
+
+
+def e4m3_value(code: Tensor) -> Tensor:
+    """The numbers, fp32, that E4M3 codes stand for, clamped to [1, 126]: above 0 and not NaN."""
+    return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
+
+
+def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
+               dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+    """From NVFP4: (N, K) in `dtype`. Exact in bf16 if global_scale is a power of two."""
+    scale = block_scale.float() * global_scale.reshape(-1, 1)
+    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
+
+
+# -----------------------------------------------------------------------------
+# What all 4-bit formats share
 
 def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Callable,
            levels: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -164,73 +229,6 @@ def edges_below(x: Tensor, edges: Tensor) -> Tensor:
 def e2m1_codes(x: Tensor) -> Tensor:
     """The nearest E2M1 codes, uint8, of x in units of the scale; |x| above 6 saturates."""
     return edges_below(x.abs(), E2M1_EDGES) | (x < 0).to(torch.uint8) << 3
-
-
-# -----------------------------------------------------------------------------
-# NVFP4
-
-def global_scale_for(*weights: Tensor) -> Tensor:
-    """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
-
-    The smallest power of two for which no block scale exceeds 448, E4M3's largest number; 1 if all
-    weights are 0. UserError if a weight is not finite.
-    """
-    extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
-    amax = torch.stack(extremes).abs().max().item()
-    if not math.isfinite(amax):
-        raise UserError(f"a weight matrix holds {amax}: no tensor scale fits")
-    # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1). 2^exponent is the next power of two
-    # above it, unless it is one itself (mantissa .5). Below 2^-126, fp32's smallest normal number,
-    # a GPU may flush to 0.
-    mantissa, exponent = math.frexp(amax / (6 * 448))
-    exponent = max(exponent - (mantissa == 0.5), -126)
-    return torch.tensor(2.0**exponent, device=weights[0].device)
-
-
-def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor | None = None,
-             offsets: Iterable[int] = OFFSETS) -> tuple[Tensor, Tensor, Tensor]:
-    """To NVFP4: (N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
-
-    The usual block scale is the block's largest |w| / 6, rounded to the dtype of w as
-    compressed-tensors does; offsets: which E4M3 codes to try, counted from its code.
-    importance: see encode(). global_scale: by default global_scale_for(w).
-    UserError if K is not a multiple of 16 or, without a global_scale, a weight is not finite.
-    """
-    if global_scale is None:
-        global_scale = global_scale_for(w)
-    inverse = 1 / global_scale                   # compressed-tensors stores and multiplies by this
-
-    def candidates(blocks):
-        first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
-        return [e4m3_value(first + offset) / inverse for offset in offsets]
-
-    packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
-    # Exact: it undoes the division in candidates().
-    return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
-
-
-def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
-    """The E4M3 codes, int16, nearest to scale * inverse, where inverse = 1 / global_scale.
-
-    code + 1 is the next larger number. 0 becomes 0.125: no block scale is 0.
-    """
-    scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
-    code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
-    # Code 0 comes from blocks of zeros, or whose largest |w| is below about 2^-18 of the matrix's.
-    # At 0.125 all their weights round to 0; they are too small to matter.
-    return code.masked_fill(code == 0, 32)
-
-
-def e4m3_value(code: Tensor) -> Tensor:
-    """The numbers, fp32, that E4M3 codes stand for, clamped to [1, 126]: above 0 and not NaN."""
-    return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
-
-
-def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
-               dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
-    """From NVFP4: (N, K) in `dtype`. Exact in bf16 if global_scale is a power of two."""
-    scale = block_scale.float() * global_scale.reshape(-1, 1)
-    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
 
 
 # -----------------------------------------------------------------------------
@@ -311,8 +309,8 @@ FORMATS = {                                      # the choices of --base
 class Weight:
     """A frozen weight W (N, K) in one of the formats; NVFP4 on a GPU is a marlin_fp4.PackedWeight.
 
-    tensors: what the format's quantize() made; dequantize: the format's function. dtype: of W once
-    it is decoded, and of the x that it multiplies. nbytes: size of the tensors.
+    tensors, dequantize: the format's. dtype: of W once it is decoded, and of the x that it
+    multiplies. nbytes: size of the tensors.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], dequantize: Callable, shape: tuple[int, int],
@@ -326,7 +324,7 @@ class Weight:
         self.dense = None                        # W decoded, kept on a CPU
 
     def dequantize(self, out: Tensor | None = None) -> Tensor:
-        """W (N, K) in self.dtype, which must not be written to; or in `out` (any row stride)."""
+        """W (N, K) in self.dtype, not to be written to; or in `out` (any row stride)."""
         if self.device.type != "cpu":
             return self._dequantize(*self.tensors, dtype=self.dtype, out=out)
         if self.dense is None:                   # a CPU takes longer to decode W than to multiply
@@ -334,9 +332,8 @@ class Weight:
         return self.dense if out is None else out.copy_(self.dense)
 
     def expands(self, rows: int) -> bool:
-        """Whether a sampling step with `rows` rows dequantizes all of W before it multiplies.
-
-        A Weight in codes always does, a PackedWeight only above marlin_fp4.MAX_DECODE_ROWS rows.
+        """Whether a decode step of `rows` rows dequantizes all of W first: a Weight in codes always
+        does, a PackedWeight only with many rows.
         """
         return self.tensors[0].dtype != self.dtype
 
@@ -345,7 +342,7 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
     """Quantize the matrices (N_i, K) of a fused linear, such as [q, k, v], to one Weight (sum of
     N_i, K) of format `base`.
     """
-    # Not converted to `dtype` first: the usual scale is rounded to the checkpoint's own (quantize).
+    # Not converted to `dtype` first: quantize() rounds the usual scale to the checkpoint's own.
     if base == "nvfp4":
         scale = global_scale_for(*weights)
         return fuse([quantize(w, scale) for w in weights], dtype)
@@ -356,8 +353,8 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
 def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weight:
     """Concatenate NVFP4 matrices along N to one Weight; on a GPU to a marlin_fp4.PackedWeight.
 
-    parts: of each matrix the three tensors that quantize() returns. The tensor scale becomes (N,),
-    since matrices that another program quantized may have different ones.
+    parts: quantize()'s three tensors of each matrix. Another program may have given each its own
+    tensor scale, so that becomes (N,).
     """
     packed = torch.cat([part[0] for part in parts])
     block_scale = torch.cat([part[1] for part in parts])

@@ -11,8 +11,8 @@ Attention's backward pass is in attention.py, a linear's in lora.py.
 Twins. A function marked @twin_in_kernels is complete in plain torch: that is what to read, and what
 runs on a CPU. If its tensors are on a GPU, the function of the same name in fast/kernels.py runs
 instead, which moves each number through memory once or twice and not once for every operation. Most
-are Triton kernels, attention is torch's FlashAttention. `import fast` registers them; a program does
-that once it has chosen a GPU, so a machine without Triton never opens fast/.
+are Triton kernels, attention is torch's FlashAttention. `import fast` registers them; a program
+does that once it has chosen a GPU, so a machine without Triton never opens fast/.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
 product; c rows of a chunk.
@@ -213,52 +213,51 @@ class _TokenLogprobs(torch.autograd.Function):
     tokens would take 5 GB at a vocabulary of 152k.
     """
     @staticmethod
-    def forward(ctx, x, rstd, head, targets, live, temperature):
+    def forward(ctx, x, scale, head, targets, live):
         n = x.shape[0]
         logprobs, entropy = torch.empty(2, n, device=x.device)
-        needs_x, needs_rstd, *_ = ctx.needs_input_grad
-        dx = drstd = dtype = None
-        if needs_x or needs_rstd:
+        needs_x, needs_scale, *_ = ctx.needs_input_grad
+        dx = dscale = dtype = None
+        if needs_x or needs_scale:
             dx = torch.empty(x.shape, device=x.device)
-            drstd = torch.empty_like(rstd)
+            dscale = torch.empty_like(scale)
             dtype = x.dtype
         for i in range(0, n, LOGIT_ROWS):
             s = slice(i, i + LOGIT_ROWS)
-            scale = rstd[s] / temperature                                       # (c, 1)
             products = mm_fp32(x[s], head.T)                                    # (c, V)
-            sums, dlogits = softmax_at(products, scale, targets[s], live, dtype)
+            sums, dlogits = softmax_at(products, scale[s], targets[s], live, dtype)
             picked, lse, mean_logit = sums
             logprobs[s] = picked - lse
             entropy[s] = lse - mean_logit        # -sum of p log p, where log p = logit - lse
             if dtype:
-                # A logit is proportional to rstd, so d logit / d rstd = logit / rstd.
-                drstd[s] = (picked - mean_logit)[:, None] / rstd[s]
-                dx[s] = mm_fp32(dlogits, head).mul_(scale)
-        ctx.save_for_backward(dx, drstd)
+                # A logit is proportional to scale, so d logit / d scale = logit / scale.
+                dscale[s] = (picked - mean_logit)[:, None] / scale[s]
+                dx[s] = mm_fp32(dlogits, head).mul_(scale[s])
+        ctx.save_for_backward(dx, dscale)
         ctx.dtype = x.dtype
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, dlogprobs, _):
-        dx, drstd = ctx.saved_tensors
+        dx, dscale = ctx.saved_tensors
         upstream = dlogprobs[:, None]
-        return (dx * upstream).to(ctx.dtype), drstd * upstream, None, None, None, None
+        return (dx * upstream).to(ctx.dtype), dscale * upstream, None, None, None
 
 
-def token_logprobs(x: Tensor, rstd: Tensor, head: Tensor, targets: Tensor, live: int,
-                   temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
+                   live: int) -> tuple[Tensor, Tensor]:
     """The log-prob of each target, and the entropy of the softmax that it is read from.
 
-    logits = x @ head[:live].T * rstd / temperature; -> log softmax(logits) at `targets`, which is
-    differentiable in x and rstd, and the entropy, which is not: (T,) fp32 each, in nats.
+    logits = x @ head[:live].T * scale; -> log softmax(logits) at `targets`, which is differentiable
+    in x and scale, and the entropy, which is not: (T,) fp32 each, in nats.
 
     T is the number of targets here: Qwen.token_logprobs, which takes whole rows, has picked out of
     their packed tokens the places that predict a target.
 
-    x (T, D) and head (V, D) in the model's dtype, rstd (T, 1) fp32, targets (T,) int64,
-    temperature > 0. `head` gets no gradient. live: how many rows of `head` stand for a token; those
-    after them are padding. All V are multiplied, and the padding is left out afterwards: Qwen2.5's
-    live is 151,665, an odd number, and cuBLAS has no aligned kernel for a product of odd width.
+    x (T, D) and head (V, D) in the model's dtype, scale (T, 1) = 1/(rms * temperature) fp32,
+    targets (T,) int64. `head` gets no gradient. live: how many rows of `head` stand for a token;
+    those after them are padding. All V are multiplied, and the padding is left out afterwards:
+    Qwen2.5's live is 151,665, an odd number, and cuBLAS has no aligned kernel for an odd width.
     """
-    return _TokenLogprobs.apply(x, rstd, head, targets, live, temperature)
+    return _TokenLogprobs.apply(x, scale, head, targets, live)

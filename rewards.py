@@ -190,8 +190,8 @@ MATH_SPAN = re.compile(r"""
     | \\\(((?:(?!\\[()]).){1,2000})\\\)
     | \\\[((?:(?!\\[\[\]]).){1,2000})\\\]""", re.DOTALL | re.VERBOSE)
 LATEX = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-# Prose is a word of three letters or more, except "and" and functions; or so, is, it, we, to, of; or
-# two letters of another script (Greek and 𝑥 are formulas).
+# Prose is a word of three letters or more, except "and" and functions; or so, is, it, we, to, of;
+# or two letters of another script (Greek and 𝑥 are formulas).
 PROSE = re.compile(r"""
     (?<![\\A-Za-z]) (?: (?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,}
                       | (?:so|is|it|we|to|of)\b )

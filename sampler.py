@@ -1,24 +1,24 @@
 """
-The sampler: groups of answers to many prompts, generated with a paged KV cache, and the log-prob
-with which each token was drawn (adapter, noise, temperature, top_k and top_p included).
+The sampler: groups of answers to many prompts, with a paged KV cache, and the log-prob with which
+each token was drawn (adapter, noise, temperature, top_k and top_p included).
 
-    sampler = Sampler(TorchEngine, model, max_length=2048)
+    sampler = Sampler(model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
 What Sampler.generate does, where a row is one answer:
 
-    all answers wait in a queue, those to a prompt side by side
-    while any wait or are being written:
-        while there are rows and memory: take one from the queue; the first of a group computes the
-            keys and values of its prompt (prefill), and the others share them
-        for each row: draw the next token from softmax(logits / temperature), and keep its log-prob
-        the rows that drew an end token, or reached their limit, leave
+    all answers wait in a queue, those to one prompt side by side
+    while any are waiting or running:
+        while there are rows and memory: start the next one; the first of a group computes the keys
+            and values of its prompt (prefill), and the others share them
+        for each running row: draw the next token from softmax(logits / temperature), and keep its
+            log-prob
+        rows that drew an end token, or reached their limit, leave
 
-The KV cache, which holds the keys and values of all tokens so far, is a pool of kv_blocks of
-KV_BLOCK (32) tokens each. A row's `table` lists its kv_blocks, and slot s of the row is entry s %
-KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G answers to a prompt share the kv_blocks of its
-prefix, which is the prompt without its last token. Here is a prompt of 41 tokens, so a prefix of
-40, and G = 3:
+The KV cache is a pool of kv_blocks of KV_BLOCK (32) tokens each. A row's `table` lists its
+kv_blocks, and slot s of the row is entry s % KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G
+answers to a prompt share the kv_blocks of its prefix, which is the prompt without its last token.
+With a prompt of 41 tokens, so a prefix of 40, and G = 3:
 
     slots     0 ...      31  32 ... 39   gap  63  64 ...     95  96 ...
              +--------------+--------------------+--------------+--------------+
@@ -30,30 +30,29 @@ prefix, which is the prompt without its last token. Here is a prompt of 41 token
               for the group; the gap is            in slot 64 + t - 40
               never read
 
-A row's own tokens begin a new kv_block, so nobody writes to a shared kv_block, and none is copied.
+A row's own tokens begin a new kv_block, so shared kv_blocks are never written to or copied.
 
-- Prefill computes the keys and values of prefixes. A prompt's last token is not in its prefix,
-  because it is the first input of each row's decode steps. So every sampled token comes from a
-  decode step. On a GPU a short prefill takes the prefixes that wait next along, while there are
-  kv_blocks to spare.
-- A decode step computes one new token for each live row. Rows that have ended leave the batch, and
-  waiting sequences take their places (continuous batching). The batch has no holes: when few rows
-  are left, its steps get cheaper.
+- Prefill computes the keys and values of prefixes. A prompt's last token is the first input of each
+  row's decode steps, so every sampled token comes from a decode step. On a GPU a short prefill
+  takes the next waiting prefixes along, while there are kv_blocks to spare.
+- A decode step computes one new token for each running row. Rows that have ended leave the batch
+  and waiting sequences take their places (continuous batching), so steps get cheaper when few rows
+  are left.
 - The CPU reads the drawn tokens once in a *window* of decode steps: 8 on a GPU, which must wait
-  whenever the CPU reads, and 1 on a CPU. A row that ends inside a window stays in the batch until
-  the window is over. A GPU's batch also has spare rows, since there are CUDA graphs for some
-  numbers of rows only. Rollouts.idle counts both.
+  for each read, and 1 on a CPU. A row that ends inside a window stays in the batch until the
+  window is over. A GPU's batch also has spare rows, since only some numbers of rows have a CUDA
+  graph. Rollouts.idle counts both.
 - A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it gives
-  its kv_blocks back and waits, and its prompt and what it has written are prefilled when some are
-  free again. The oldest row always continues, so every request ends.
+  its kv_blocks back and waits; later its prompt and what it has written are prefilled again. The
+  oldest row always continues, so every request ends.
 - Randomness is a hash. The token after position t of sample g of the prompt at place p of the run
-  is drawn with the random number u(seed, p, g, t): whatever the batch, the row, the window,
-  preemption or the number of GPUs. These change a token only by rounding its probabilities.
+  is drawn with the random number u(seed, p, g, t), whatever the batch, the window, preemption or
+  the number of GPUs. These change a token only through rounding.
 
 Not here: beam search, penalties, stop strings, sharing prefixes between different prompts.
 
-Shapes: P prompts, G samples a prompt, n live rows, T tokens, V vocabulary, L layers, H query heads,
-KV key-value heads, d head size. Positions count from 0, the prompt's first token.
+Shapes: P prompts, G samples a prompt, n running rows, T tokens, V vocabulary, L layers, H query
+heads, KV key-value heads, d head size. Positions count from 0, the prompt's first token.
 """
 import functools
 import math
@@ -74,22 +73,22 @@ from files import Stopped, UserError
 from model import Qwen
 from ops import mm_fp32, on_gpu
 
-KV_BLOCK = 32                                    # tokens; on average a row leaves half of one empty
+KV_BLOCK = 32                                    # tokens
 PREFILL_TOKENS = 16384                           # in one packed prefill: bounds its activations
 MASK64 = 2**64 - 1                               # Python's integers do not overflow at 64 bits
 
 
 class Sampling(NamedTuple):
-    """How to draw. temperature 0 takes the likeliest token; its log-probs are at temperature 1.
+    """How to draw. temperature 0 takes the most likely token, with its log-prob at temperature 1.
 
-    Log-probs are those of the distribution that was drawn from. So with top_k or top_p they exceed
-    the learner's, which filters nothing. These two are for evaluation, not for training.
+    Log-probs are those of the distribution that was drawn from, so with top_k or top_p they exceed
+    the learner's, which filters nothing: these two are for evaluation.
     """
     max_new_tokens: int | list[int]              # a list has one for each of the P * G sequences
     end_ids: tuple[int, ...] = ()
     temperature: float = 1.0
-    top_k: int = 0                               # only the top_k likeliest tokens; 0 is all
-    top_p: float = 1.0                           # nucleus sampling (1904.09751); 1 is all
+    top_k: int = 0                               # only the top_k most likely tokens; 0: all
+    top_p: float = 1.0                           # nucleus sampling (1904.09751); 1: all
     seed: int = 0
 
 
@@ -100,9 +99,9 @@ class Row:
     completion: list[int]                        # token ids, the end id included
     logprobs: Tensor                             # (completion tokens,) fp32, on the CPU
     finished: bool                               # stopped by an end id, not by the limit
-    # Which tokens of the completion were sampled, (completion tokens,) bool; None: all. Where it is
-    # False, a tool or a user wrote the token, and its log-prob counts for nothing. The learner
-    # reads that token and does not train on it.
+    # Which tokens of the completion were sampled, (completion tokens,) bool; None: all. A tool or a
+    # user wrote the others: the learner reads them, but neither trains on them nor uses their
+    # log-probs.
     mask: Tensor | None = None
     graded: dict = field(default_factory=dict)   # what samples.jsonl holds of it (train.score)
 
@@ -138,7 +137,7 @@ class Rollouts:
 
     @property
     def idle(self) -> float:
-        """The share of the computed rows that gave no token: rows that had ended, spare rows."""
+        """The share of the computed rows that gave no token: ended rows and spare rows."""
         return 1 - self.num_tokens / self.computed if self.computed else 0.0
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
@@ -148,99 +147,342 @@ class Rollouts:
 
 
 # -----------------------------------------------------------------------------
-# The draw
+# The sampler: which rows run, and where their keys and values are
 
-def mix64(x: int) -> int:
-    """SplitMix64's finalizer: 64 bits in, 64 well-mixed bits out (Steele et al. 2014)."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK64
-    return x ^ (x >> 31)
+class Sampler:
+    """Samples answers, with a KV cache of its own.
 
-
-def row_key(seed: int, place: int, sample: int) -> int:
-    """The key of the randomness of sample number `sample` of the prompt at this place of the run.
-
-    It has 63 bits, so that it fits torch's int64.
+    max_length: tokens of the longest sequence (prompt and completion). max_rows: sequences decoded
+    at a time, at most. The KV cache is as large as max_rows sequences of full length need, up to
+    kv_gib GiB, by default half of a GPU's free memory or of the machine's. engine: a class like
+    TorchEngine; None: engine_for(the model's device). UserError if the cache cannot hold one
+    sequence.
     """
-    key = 0
-    for part in (seed, place, sample):
-        key = mix64((key + part + 0x9E3779B97F4A7C15) & MASK64)
-    return key >> 1
+
+    def __init__(self, model: Qwen, max_length: int, max_rows: int = 256,
+                 kv_gib: float | None = None, engine: Callable | None = None):
+        kv = allocate_kv(model, max_length, max_rows, kv_gib)
+        self.engine = (engine or engine_for(model.device))(model, kv, max_rows)
+        self.pool = BlockPool(kv.shape[2])
+        self.ahead = []                          # prefixes that were prefilled before any row came
+        self.max_length = max_length
+        self.max_rows = max_rows
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling,
+                 places: list[int] | range | None = None,
+                 progress: Callable | None = None) -> Rollouts:
+        """P prompts, lists of token ids -> Rollouts of P * group_size answers.
+
+        places: P ints, where each prompt stands in the order of the run, by default 0, 1, 2, ...
+        With the seed they decide the random numbers, so a prompt at another place gets other
+        answers. progress(made, sequences) is called after each window with the number of new tokens
+        and the Sequences that got them. files.Stopped if a log-prob is not finite.
+        """
+        began = time.perf_counter()
+        sequences = self._sequences(prompts, group_size, sampling, places)
+        # A new pool, since a call that ended in an exception has not given its kv_blocks back.
+        self.pool = BlockPool(self.engine.kv.shape[2])
+        self.ahead = []
+        waiting = deque(sequences)
+        running = []                             # the rows of the decode batch, oldest first
+        computed = 0
+        preempted = 0
+        while waiting or running:
+            self._admit(waiting, running)
+            preempted += self._grow(waiting, running)
+            steps = min(self.engine.window, max(s.limit - s.pos for s in running))
+            computed += steps * self.engine.batch_size(len(running))
+            computing = list(running)            # rows that end in this window leave `running`
+            drawn = self.engine.decode(self._decode_batch(running), steps, sampling)
+            made = self._record(running, drawn, sampling.end_ids)
+            if progress:
+                progress(made, computing)
+        rows = [sequence.as_row() for sequence in sequences]
+        return Rollouts(rows, time.perf_counter() - began, computed, preempted)
+
+    def _sequences(self, prompts, group_size, sampling, places):
+        """One Sequence for every answer; the Sequences of a group share one Prefix."""
+        limits = sampling.max_new_tokens
+        size = len(prompts) * group_size
+        if not isinstance(limits, list):
+            limits = [limits] * size
+        assert len(limits) == size and min(limits, default=1) > 0, \
+            f"need {size} limits above 0, got {len(limits)}"
+        if places is None:
+            places = range(len(prompts))
+        sequences = []
+        for prompt, place in zip(prompts, places, strict=True):
+            prefix = Prefix(prompt[:-1])
+            pos = len(prompt) - 1
+            for g in range(group_size):
+                row = len(sequences)
+                limit = pos + limits[row]
+                assert 0 <= pos and limit < self.max_length, (
+                    f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
+                    f"max_length={self.max_length}")
+                key = row_key(sampling.seed, place, g)
+                sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
+        return sequences
+
+    def _admit(self, waiting, running):
+        """Moves sequences from the queue to the batch while there are rows and kv_blocks, and
+        prefills their prefixes.
+        """
+        new = []
+        while waiting and len(running) < self.max_rows:
+            prefix = waiting[0].prefix
+            if not running and len(self.pool) < prefix.missing + 1:
+                self._drop_ahead()
+            # Each running row, and this one, may need one more kv_block in the coming window.
+            # Without that reserve _grow would preempt this one at once, and waste its prefill.
+            if running and len(self.pool) < prefix.missing + 1 + len(running):
+                break
+            if prefix.missing:
+                prefix.blocks = self.pool.take(prefix.missing)
+                new.append(prefix)
+            prefix.users += 1
+            running.append(waiting.popleft())
+        self._prefill(new + self._ride_along(new, waiting, len(running)))
+
+    def _ride_along(self, new, waiting, rows):
+        """The next waiting prefixes that fit into the prefill of `new`, with their kv_blocks."""
+        # In kv_blocks. Each running row must still find two more in the pool, or what rides along
+        # is soon dropped.
+        room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
+                   len(self.pool) - 2 * (rows + 1))
+        along = []
+        for s in waiting if new else ():
+            if s.prefix.missing > room:
+                break
+            if s.prefix.missing:
+                room -= s.prefix.missing
+                s.prefix.blocks = self.pool.take(s.prefix.missing)
+                along.append(s.prefix)
+        self.ahead += along
+        return along
+
+    def _drop_ahead(self):
+        """Frees the prefixes that were prefilled and have no row yet; they are computed again."""
+        for prefix in self.ahead:
+            if not prefix.users:
+                self.pool.give(prefix.blocks)
+        self.ahead.clear()
+
+    def _prefill(self, prefixes):
+        """Prefills prefixes in packs of at most PREFILL_TOKENS tokens; a longer one goes alone."""
+        batches = [[]]
+        for prefix in prefixes:
+            if sum(len(p.tokens) for p in [*batches[-1], prefix]) > PREFILL_TOKENS:
+                batches.append([])
+            batches[-1].append(prefix)
+        for batch in filter(None, batches):
+            lengths = [len(p.tokens) for p in batch]
+            blocks = [torch.tensor(p.blocks).repeat_interleave(KV_BLOCK)[:n]
+                      for p, n in zip(batch, lengths)]
+            tokens = torch.tensor([t for p in batch for t in p.tokens])
+            self.engine.prefill(tokens, torch.cat(blocks), lengths)
+
+    def _grow(self, waiting, running):
+        """Gives every row the kv_blocks that it needs for the next window, oldest row first. When
+        the pool runs dry, it drops prefixes without a row, then preempts the newest row. Returns
+        how many rows were preempted.
+        """
+        rows = len(running)
+        i = 0
+        while i < len(running):
+            s = running[i]
+            end = min(s.pos + self.engine.window, s.limit)
+            need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
+            if need > len(self.pool):
+                self._drop_ahead()
+            if need <= len(self.pool):
+                s.blocks += self.pool.take(need)
+                i += 1
+            else:
+                self._preempt(running.pop(), waiting)
+                assert running, "the pool holds one sequence: see allocate_kv"
+        return rows - len(running)
+
+    def _preempt(self, s, waiting):
+        """A sequence gives back its kv_blocks and goes to the front of the queue.
+
+        Its prompt and all but the last token of what it has written become a prefix of its own,
+        prefilled when it returns. It keeps position and key, so it draws what it would have drawn.
+        """
+        self._release(s)
+        s.prefix = Prefix((s.prompt + s.completion)[:-1])
+        waiting.appendleft(s)
+
+    def _decode_batch(self, running):
+        """The running rows on the device, copied there as one tensor."""
+        siblings = [0] * len(running)
+        most_siblings = self.engine.most_siblings(len(running))
+        first = 0
+        for row, s in enumerate(running):
+            if s.prefix is not running[first].prefix or row - first == most_siblings:
+                first = row
+            siblings[first] += 1
+        columns = len(DecodeBatch._fields) - 1
+        width = blocks_for(self.max_length) + 1
+        values = np.zeros((len(running), columns + width), dtype=np.int64)
+        for line, s, count in zip(values, running, siblings):
+            state = [s.token, s.pos, len(s.prefix.tokens), count, s.limit, s.key]
+            known = [*state, *s.prefix.blocks, *s.blocks]
+            line[:len(known)] = known
+        values = torch.from_numpy(values).to(self.engine.kv.device)
+        return DecodeBatch(*values[:, :columns].T.contiguous(), table=values[:, columns:])
+
+    def _record(self, running, drawn, end_ids):
+        """Adds what a window drew to the sequences, and takes those that ended out of the batch.
+        drawn: from the engine's decode(). Returns the number of new tokens.
+        """
+        tokens, logprobs, made = drawn
+        logprobs = logprobs.cpu()
+        made = made.cpu()
+        # (steps, n): True for what a row drew before its end
+        counts = torch.arange(len(logprobs))[:, None] < made
+        if not logprobs[counts].isfinite().all():
+            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
+                          "or the weights or the adapter are too large")
+        tokens = tokens.cpu().T.tolist()
+        logprobs = logprobs.T.tolist()
+        made = made.tolist()
+        for row, s in enumerate(running):
+            s.completion += tokens[row][:made[row]]
+            s.logprobs += logprobs[row][:made[row]]
+            s.token = s.completion[-1]
+            s.pos += made[row]
+            s.finished = s.token in end_ids
+            if s.ended:
+                self._release(s)
+        running[:] = [s for s in running if not s.ended]
+        return sum(made)
+
+    def _release(self, s):
+        """A sequence leaves the batch; the last one of a prefix frees the prefix too."""
+        self.pool.give(s.blocks)
+        s.prefix.users -= 1
+        if s.prefix.users == 0:
+            self.pool.give(s.prefix.blocks)
 
 
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """The random number of each row's next token: keys, positions (n,) int64 -> u (n,) in (0, 1).
+# -----------------------------------------------------------------------------
+# Sequences and their kv_blocks
 
-    positions: those of the last tokens, after which the next ones are drawn. A generator with a
-    state would depend on which rows were drawn before, and in which order. This is a hash of
-    (key, position) instead: output number `position`, counted from 0, of SplitMix64 started at
-    `key`, which needs none of the outputs before it. kernels.uniform makes the same bits.
+def blocks_for(tokens: int) -> int:
+    """How many kv_blocks hold that many tokens."""
+    return -(-tokens // KV_BLOCK)
+
+
+class BlockPool:
+    """The numbers of the free kv_blocks. All others but 0 belong to a sequence or a prefix.
+
+    Number 0 is never handed out: it fills the unused columns of tables, and the spare rows of a
+    CUDA graph write there.
     """
-    def shift(x, s):                             # logical: torch's >> of an int64 keeps the sign
-        return (x >> s) & ((1 << (64 - s)) - 1)
-    z = keys + (positions + 1) * (0x9E3779B97F4A7C15 - 2**64)
-    z = (z ^ shift(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    z = (z ^ shift(z, 27)) * (0x94D049BB133111EB - 2**64)
-    z = z ^ shift(z, 31)
-    return (shift(z, 41).float() + 0.5) * 2.0**-23               # 23 bits: exact, never 0 or 1
+
+    def __init__(self, count: int):
+        self.free = list(range(count - 1, 0, -1))
+
+    def __len__(self) -> int:
+        return len(self.free)
+
+    def take(self, n: int) -> list[int]:
+        """Hands out n kv_blocks. The caller has checked that there are enough."""
+        return [self.free.pop() for _ in range(n)]
+
+    def give(self, blocks: list[int]) -> None:
+        """Takes kv_blocks back, and empties the caller's list of them."""
+        self.free += blocks
+        blocks.clear()
 
 
-def running_sum(p: Tensor) -> Tensor:
-    """The sum of each number of a row and those before it: (n, V) -> (n, V).
-
-    On a GPU torch adds up a single row in an order that depends on timing (pytorch issue 75240),
-    and two rows or more in a fixed order. So a single row goes in twice.
+@dataclass(eq=False)
+class Prefix:
+    """Tokens that the sequences of a group share, prefilled once, and the kv_blocks of their keys
+    and values. These depend on adapter and noise, which must be the same for all of the group.
     """
-    return (p.expand(2, -1) if len(p) == 1 else p).cumsum(-1)[:len(p)]
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    users: int = 0                               # running sequences; the last one frees the blocks
+
+    @property
+    def missing(self) -> int:
+        """How many kv_blocks its prefill needs; 0 after it."""
+        return blocks_for(len(self.tokens)) - len(self.blocks)
 
 
-def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Sets the logits (n, V) of tokens that are not to be drawn to -inf, in place.
+@dataclass(eq=False)
+class Sequence:
+    """One answer in the making: a prefix, and tokens of its own after it.
 
-    top_k keeps the top_k highest (and others that equal the lowest of them). Of what is left, top_p
-    keeps the smallest set of likeliest tokens whose probabilities sum to top_p or more.
+    Its last token, `token` at position `pos`, is not in the cache yet: the next decode step
+    computes its key and value, and draws the token at pos + 1.
     """
-    assert top_k >= 0 and 0 < top_p <= 1, f"need {top_k=} >= 0 (0 is all) and 0 < {top_p=} <= 1"
-    if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
-        logits.masked_fill_(logits < kth, -torch.inf)
-    if top_p < 1.0:
-        ordered, index = logits.sort(dim=-1, descending=True)
-        p = ordered.softmax(-1)
-        enough = running_sum(p) - p >= top_p     # the tokens before this one sum to top_p already
-        logits.scatter_(-1, index, ordered.masked_fill_(enough, -torch.inf))
-    return logits
+    row: int                                     # in Rollouts
+    prompt: list[int]
+    key: int                                     # of its randomness
+    prefix: Prefix
+    token: int                                   # the next input
+    pos: int                                     # its position
+    limit: int                                   # the position of the last token that may be drawn
+    blocks: list[int] = field(default_factory=list)              # of its own tokens
+    completion: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False                       # by an end id
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete: by an end id or at its limit."""
+        return self.finished or self.pos == self.limit
+
+    def as_row(self) -> Row:
+        """The finished answer, not yet graded."""
+        return Row(self.prompt, self.completion, torch.tensor(self.logprobs), self.finished)
 
 
-def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draws from softmax(logits): logits (n, V) fp32, u (n,) -> tokens (n,), log-probs (n,) fp32.
-
-    Inverse CDF: lay the tokens' probabilities end to end on [0, 1) and take the token that u falls
-    on. It is the first whose probability and those before it sum to more than u. u None takes the
-    likeliest token.
+def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
+    """The KV cache of a Sampler, (L, 2, kv_blocks, KV, KV_BLOCK, d) of zeros in the model's dtype.
     """
-    lse = logits.logsumexp(-1)
-    if u is None:
-        token = logits.argmax(-1)
-    else:
-        p = (logits - lse[:, None]).exp()
-        # A GPU sums in blocks: where the sum goes from one to the next it can move by an ulp, up or
-        # down, and at a token of probability 0 too. Such a token is never drawn.
-        cdf = running_sum(p).masked_fill_(p == 0, 0.0)
-        target = u * cdf.amax(-1)                # an fp32 sum of probabilities is not exactly 1
-        token = (cdf > target[:, None]).byte().argmax(-1)        # the first one
-    return token, logits.gather(1, token[:, None])[:, 0] - lse
+    c = model.config
+    row_blocks = blocks_for(max_length) + 1      # + 1: for the gap after the prefix
+    block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
+    memory = math.inf                            # on Windows, which has no sysconf
+    if kv_gib is not None:
+        memory = kv_gib * 2**30
+    elif model.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(model.device)
+        allowed = torch.cuda.get_per_process_memory_fraction(model.device) * total  # --memory-gib
+        memory = min(free, allowed - torch.cuda.memory_reserved(model.device)) / 2
+    elif hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))      # + 1: number 0
+    if blocks < row_blocks + 1:
+        need = (row_blocks + 1) * block_bytes / 2**30
+        raise UserError(
+            f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
+            f"tokens, which takes {need:.4g} GiB: more memory or shorter sequences are needed")
+    shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
+    try:
+        # Zeros, because attention multiplies masked slots by 0, and 0 * NaN is NaN.
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)
+    except RuntimeError:
+        raise UserError(
+            f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV cache, for up to "
+            f"{max_rows} sequences of {max_length} tokens: fewer or shorter ones take less"
+        ) from None
 
 
 # -----------------------------------------------------------------------------
 # The engine: prefills and decode steps
 
-class Rows(NamedTuple):
-    """The live rows as an engine needs them for a window: tensors on the device, (n,) int64 each.
+class DecodeBatch(NamedTuple):
+    """The running rows as an engine takes them for a window: tensors on the device, (n,) int64.
 
-    siblings: rows that share a prefix stand next to each other, and a kernel may read the prefix
-    once for up to engine.most_siblings(n) of them. The first of these rows says how many they
-    are, the others say 0: three rows of one prefix and one of another are 3 0 0 1.
+    siblings: rows that share a prefix are neighbours, and a kernel may read the prefix once for up
+    to engine.most_siblings(n) of them. The first of these rows has their number, the others 0:
+    three rows of one prefix and one of another are 3 0 0 1.
     """
     token: Tensor                                # the next input
     pos: Tensor                                  # its position
@@ -254,13 +496,12 @@ class Rows(NamedTuple):
 class TorchEngine:
     """Computes prefills and decode steps in plain torch, on any device.
 
-    fast/decode.py's GraphEngine does the same on a GPU and must give the same numbers, except for
-    rounding. kv holds the keys and values, (L, 2, kv_blocks, KV, KV_BLOCK, d); max_rows is for
-    GraphEngine's buffers.
+    fast/decode.py's GraphEngine must give the same numbers, up to rounding. kv: the cache,
+    (L, 2, kv_blocks, KV, KV_BLOCK, d). max_rows: for GraphEngine's buffers.
     """
     window = 1                                   # decode steps before the CPU reads the tokens
-    # kv_blocks up to which a prefill takes waiting prefixes along. A GPU reads all weights for each
-    # prefill, however short it is; on a CPU prefilling early saves nothing.
+    # kv_blocks up to which a prefill takes waiting prefixes along. A GPU reads all weights in every
+    # prefill, however short; on a CPU prefilling early saves nothing.
     prefill_ahead = 0
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
@@ -268,11 +509,11 @@ class TorchEngine:
         self.kv = kv
 
     def batch_size(self, n: int) -> int:
-        """How many rows a decode step of n live rows computes: no spare rows here."""
+        """How many rows a decode step of n running rows computes: no spare rows here."""
         return n
 
     def most_siblings(self, n: int) -> int:
-        """How many rows may read their prefix together in a step of n live rows."""
+        """How many rows may read their prefix together in a step of n running rows."""
         return 1
 
     @torch.no_grad()
@@ -288,32 +529,33 @@ class TorchEngine:
                    attend)
 
     @torch.no_grad()
-    def decode(self, rows: Rows, steps: int, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws up to `steps` tokens for each row: -> tokens (steps, n) int64, logprobs (steps, n)
-        fp32, and made (n,) int64, how many of a row's tokens count. A row that ends stays in the
-        batch until the window is over, as in a CUDA graph; what it draws then does not count.
+    def decode(self, batch: DecodeBatch, steps: int,
+               sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws up to `steps` tokens for each row -> tokens (steps, n) int64, logprobs (steps, n)
+        fp32, and made (n,) int64, how many of a row's tokens count: what it draws after its end
+        does not.
         """
         model = self.model
-        token = rows.token.clone()
-        pos = rows.pos.clone()
-        alive = rows.limit > rows.pos
+        token = batch.token.clone()
+        pos = batch.pos.clone()
+        alive = batch.limit > batch.pos
         made = torch.zeros_like(pos)
         ends = torch.tensor(sorted(sampling.end_ids), dtype=torch.int64, device=pos.device)
         tokens = []
         logprobs = []
         for _ in range(steps):
-            attends = attention_to_cache(self.kv, rows.table, rows.prefix, pos)
+            attends = attention_to_cache(self.kv, batch.table, batch.prefix, pos)
             xw, rstd = model.hidden(token, attends, pos)
             scale = rstd / (sampling.temperature or 1.0)
             logits = mm_fp32(xw, model.lm_head[:model.live_vocab].T) * scale
-            u = uniforms(rows.key, pos) if sampling.temperature else None
+            u = uniforms(batch.key, pos) if sampling.temperature else None
             picked, logprob = draw_tokens(filter_logits(logits, sampling.top_k, sampling.top_p), u)
             tokens.append(picked)
             logprobs.append(logprob)
             made += alive
             token = torch.where(alive, picked, token)
             pos = pos + alive
-            alive &= ~torch.isin(picked, ends) & (pos < rows.limit)
+            alive &= ~torch.isin(picked, ends) & (pos < batch.limit)
         return torch.stack(tokens), torch.stack(logprobs), made
 
 
@@ -347,8 +589,8 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
     """For each layer, a function attend(q, k, v) for one new token a row, at position pos. It
     writes the token's key and value to the row's last slot and attends to all slots up to it.
 
-    q (n, H, d), k and v (n, KV, d) -> (n, H, d). table (n, width), prefix and pos (n,) as in Rows.
-    The drawing at the top shows the slots.
+    q (n, H, d), k and v (n, KV, d) -> (n, H, d). table (n, width), prefix and pos (n,) as in
+    DecodeBatch. The drawing at the top shows the slots.
     """
     start = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK       # slot of the first own token
     last = start + pos - prefix                                  # the new token's slot
@@ -369,347 +611,87 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
     return [functools.partial(attend, layer) for layer in kv]
 
 
-def engine_for(kernels: str | None) -> Callable:
-    """The engine class, as Sampler takes it. kernels: which of them decode, as
-    harness.setup.choose_device returned it; None on a CPU.
-    """
-    if kernels is None:
-        return TorchEngine
-    return functools.partial(on_gpu("GraphEngine"), kernels=kernels)
+def engine_for(device: torch.device) -> Callable:
+    """The engine that decodes on a device, as Sampler takes it."""
+    return TorchEngine if device.type == "cpu" else on_gpu("GraphEngine")
 
 
 # -----------------------------------------------------------------------------
-# Sequences and their kv_blocks
+# The draw
 
-def blocks_for(tokens: int) -> int:
-    """How many kv_blocks hold that many tokens."""
-    return -(-tokens // KV_BLOCK)
+def mix64(x: int) -> int:
+    """SplitMix64's finalizer: 64 bits in, 64 well-mixed bits out (Steele et al. 2014)."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK64
+    return x ^ (x >> 31)
 
 
-class BlockPool:
-    """The numbers of the free kv_blocks. All others but 0 belong to a sequence or a prefix.
-
-    Number 0 is never handed out. Every table has it in its unused columns, and the spare rows of a
-    CUDA graph's batch write there: what it holds counts for nothing.
+def row_key(seed: int, place: int, sample: int) -> int:
+    """The key of the random numbers of a sample of the prompt at this place: 63 bits, to fit int64.
     """
-
-    def __init__(self, count: int):
-        self.free = list(range(count - 1, 0, -1))
-
-    def __len__(self) -> int:
-        return len(self.free)
-
-    def take(self, n: int) -> list[int]:
-        """Hands out n kv_blocks. The caller has checked that there are enough."""
-        return [self.free.pop() for _ in range(n)]
-
-    def give(self, blocks: list[int]) -> None:
-        """Takes kv_blocks back, and empties the caller's list of them."""
-        self.free += blocks
-        blocks.clear()
+    key = 0
+    for part in (seed, place, sample):
+        key = mix64((key + part + 0x9E3779B97F4A7C15) & MASK64)
+    return key >> 1
 
 
-@dataclass(eq=False)
-class Prefix:
-    """The tokens that the sequences of a group have in common and that are prefilled for all of
-    them, and the kv_blocks that hold their keys and values.
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """The random number of each row's next token: keys, positions (n,) int64 -> u (n,) in (0, 1).
 
-    Keys and values depend on adapter and noise, so all sequences that share a prefix must be
-    sampled with the same adapter and the same noise.
+    positions: of the last tokens, after which the next ones are drawn. u is a hash: output number
+    `position`, counted from 0, of SplitMix64 started at `key`. kernels.uniform makes the same bits.
     """
-    tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
-    users: int = 0                               # live sequences; the last to go frees the blocks
+    # Not a generator: its state would depend on which rows were drawn before.
+    def shift(x, s):                             # logical: torch's >> of an int64 keeps the sign
+        return (x >> s) & ((1 << (64 - s)) - 1)
+    z = keys + (positions + 1) * (0x9E3779B97F4A7C15 - 2**64)
+    z = (z ^ shift(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ shift(z, 27)) * (0x94D049BB133111EB - 2**64)
+    z = z ^ shift(z, 31)
+    return (shift(z, 41).float() + 0.5) * 2.0**-23               # 23 bits: exact, never 0 or 1
 
-    @property
-    def missing(self) -> int:
-        """How many kv_blocks its prefill needs; 0 after it."""
-        return blocks_for(len(self.tokens)) - len(self.blocks)
 
+def running_sum(p: Tensor) -> Tensor:
+    """The sum of each number of a row and those before it: (n, V) -> (n, V).
 
-@dataclass(eq=False)
-class Sequence:
-    """One answer that is being written: a prefix, and tokens of its own after it.
-
-    The last of its tokens, `token` at position `pos`, is not in the cache yet: the next decode step
-    computes its key and value, and draws the token at pos + 1.
+    On a GPU torch adds up a single row in an order that depends on timing (pytorch issue 75240),
+    and two rows or more in a fixed order. So a single row goes in twice.
     """
-    row: int                                     # in Rollouts
-    prompt: list[int]
-    key: int                                     # of its randomness
-    prefix: Prefix
-    token: int                                   # the next input
-    pos: int                                     # its position
-    limit: int                                   # the position of the last token that may be drawn
-    blocks: list[int] = field(default_factory=list)              # of its own tokens
-    completion: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finished: bool = False                       # by an end id
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is complete: by an end id or at its limit."""
-        return self.finished or self.pos == self.limit
-
-    def as_row(self) -> Row:
-        """What it has become, not yet graded."""
-        return Row(self.prompt, self.completion, torch.tensor(self.logprobs), self.finished)
+    return (p.expand(2, -1) if len(p) == 1 else p).cumsum(-1)[:len(p)]
 
 
-def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
-    """The KV cache, (L, 2, kv_blocks, KV, KV_BLOCK, d) of zeros in the model's dtype.
+def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Sets the logits (n, V) of tokens that must not be drawn to -inf, in place.
 
-    Its size, the arguments and what raises UserError: see Sampler.
+    top_k keeps the top_k highest (and others that equal the lowest of them). Of the rest, top_p
+    keeps the smallest set of most likely tokens whose probabilities sum to top_p or more.
     """
-    c = model.config
-    row_blocks = blocks_for(max_length) + 1      # + 1: for the gap after the prefix
-    block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
-    memory = math.inf                            # stays so on Windows, which has no sysconf
-    if kv_gib is not None:
-        memory = kv_gib * 2**30
-    elif model.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.device)
-        allowed = torch.cuda.get_per_process_memory_fraction(model.device) * total  # --memory-gib
-        memory = min(free, allowed - torch.cuda.memory_reserved(model.device)) / 2
-    elif hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))      # + 1: number 0
-    if blocks < row_blocks + 1:
-        need = (row_blocks + 1) * block_bytes / 2**30
-        raise UserError(
-            f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
-            f"tokens, which takes {need:.4g} GiB: more memory or shorter sequences are needed")
-    shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
-    try:
-        # Zeros, and not whatever was in this memory: attention multiplies a masked slot by 0, and
-        # 0 * NaN is NaN.
-        return torch.zeros(shape, dtype=model.dtype, device=model.device)
-    except RuntimeError:
-        raise UserError(
-            f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV cache, for up to "
-            f"{max_rows} sequences of {max_length} tokens: fewer or shorter ones take less"
-        ) from None
+    assert top_k >= 0 and 0 < top_p <= 1, f"need {top_k=} >= 0 (0 is all) and 0 < {top_p=} <= 1"
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+        logits.masked_fill_(logits < kth, -torch.inf)
+    if top_p < 1.0:
+        ordered, index = logits.sort(dim=-1, descending=True)
+        p = ordered.softmax(-1)
+        enough = running_sum(p) - p >= top_p     # the tokens before this one sum to top_p already
+        logits.scatter_(-1, index, ordered.masked_fill_(enough, -torch.inf))
+    return logits
 
 
-class Sampler:
-    """Samples answers with an engine (TorchEngine, or see engine_for) on a KV cache of its own.
+def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Draws from softmax(logits): logits (n, V) fp32, u (n,) -> tokens (n,), log-probs (n,) fp32.
 
-    A sequence (prompt and completion) has at most max_length tokens, and at most max_rows of them
-    are decoded at a time. The KV cache is as large as max_rows sequences of full length need, but
-    takes at most kv_gib GiB. By default that limit is half of a GPU's free memory, or on a CPU half
-    of the machine's. UserError if the cache does not hold even one sequence.
+    Inverse CDF: lay the tokens' probabilities end to end on [0, 1) and take the token that u falls
+    on, which is the first at which they sum to more than u. u None: the most likely token.
     """
-
-    def __init__(self, engine_class: Callable, model: Qwen, max_length: int,
-                 max_rows: int = 256, kv_gib: float | None = None):
-        kv = allocate_kv(model, max_length, max_rows, kv_gib)
-        self.engine = engine_class(model, kv, max_rows)
-        self.pool = BlockPool(kv.shape[2])
-        self.ahead = []                          # prefixes that were prefilled before any row came
-        self.max_length = max_length
-        self.max_rows = max_rows
-
-    @torch.no_grad()
-    def generate(self, prompts: list[list[int]], group_size: int, sampling: Sampling,
-                 places: list[int] | range | None = None,
-                 progress: Callable | None = None) -> Rollouts:
-        """P prompts, lists of token ids -> Rollouts of P * group_size answers.
-
-        places: of the prompts in the order of the run, P ints, by default 0, 1, 2, ... Their
-        randomness follows from these and the seed, so a prompt at another place gets other answers.
-        progress(made, sequences) is called after each window with the number of new tokens and the
-        Sequences that got them, those included that ended.
-        files.Stopped if a log-prob is not finite.
-        """
-        began = time.perf_counter()
-        sequences = self._sequences(prompts, group_size, sampling, places)
-        # A full pool again: a call that ended in an exception has not given its kv_blocks back.
-        self.pool = BlockPool(self.engine.kv.shape[2])
-        self.ahead = []
-        waiting = deque(sequences)
-        live = []                                # the rows of the decode batch, oldest first
-        computed = 0
-        preempted = 0
-        while waiting or live:
-            self._admit(waiting, live)
-            preempted += self._grow(waiting, live)
-            steps = min(self.engine.window, max(s.limit - s.pos for s in live))
-            computed += steps * self.engine.batch_size(len(live))
-            computing = list(live)               # rows that end in this window leave `live`
-            drawn = self.engine.decode(self._rows(live), steps, sampling)
-            made = self._record(live, drawn, sampling.end_ids)
-            if progress:
-                progress(made, computing)
-        rows = [sequence.as_row() for sequence in sequences]
-        return Rollouts(rows, time.perf_counter() - began, computed, preempted)
-
-    def _sequences(self, prompts, group_size, sampling, places):
-        """One Sequence for every answer; the Sequences of a group share one Prefix."""
-        limits = sampling.max_new_tokens
-        size = len(prompts) * group_size
-        if not isinstance(limits, list):
-            limits = [limits] * size
-        assert len(limits) == size and min(limits, default=1) > 0, \
-            f"need {size} limits above 0, got {len(limits)}"
-        if places is None:
-            places = range(len(prompts))
-        sequences = []
-        for prompt, place in zip(prompts, places, strict=True):
-            prefix = Prefix(prompt[:-1])
-            pos = len(prompt) - 1
-            for g in range(group_size):
-                row = len(sequences)
-                limit = pos + limits[row]
-                assert 0 <= pos and limit < self.max_length, (
-                    f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
-                    f"max_length={self.max_length}")
-                key = row_key(sampling.seed, place, g)
-                sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
-        return sequences
-
-    def _admit(self, waiting, live):
-        """Moves sequences from the queue to the batch while there are rows and kv_blocks for them,
-        and prefills the prefixes that came with them.
-        """
-        new = []
-        while waiting and len(live) < self.max_rows:
-            prefix = waiting[0].prefix
-            if not live and len(self.pool) < prefix.missing + 1:
-                self._drop_ahead()
-            # Each live row, and this one, may need another kv_block in the coming window (at most
-            # one: a window is at most a kv_block). Without that reserve _grow would send
-            # this one back at once, and its prefill would be wasted.
-            if live and len(self.pool) < prefix.missing + 1 + len(live):
-                break
-            if prefix.missing:
-                prefix.blocks = self.pool.take(prefix.missing)
-                new.append(prefix)
-            prefix.users += 1
-            live.append(waiting.popleft())
-        self._prefill(new + self._ride_along(new, waiting, len(live)))
-
-    def _ride_along(self, new, waiting, rows):
-        """The prefixes that wait next and fit into the prefill of `new`, with their kv_blocks."""
-        # By so many kv_blocks the prefill may get longer, and of the pool each live row should find
-        # two more, or what rides along is soon dropped.
-        room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
-                   len(self.pool) - 2 * (rows + 1))
-        along = []
-        for s in waiting if new else ():
-            if s.prefix.missing > room:
-                break
-            if s.prefix.missing:
-                room -= s.prefix.missing
-                s.prefix.blocks = self.pool.take(s.prefix.missing)
-                along.append(s.prefix)
-        self.ahead += along
-        return along
-
-    def _drop_ahead(self):
-        """Frees the prefixes that were prefilled and have no row yet: they are computed again."""
-        for prefix in self.ahead:
-            if not prefix.users:
-                self.pool.give(prefix.blocks)
-        self.ahead.clear()
-
-    def _prefill(self, prefixes):
-        """Prefills prefixes, packed to at most PREFILL_TOKENS tokens; a longer one goes alone."""
-        batches = [[]]
-        for prefix in prefixes:
-            if sum(len(p.tokens) for p in [*batches[-1], prefix]) > PREFILL_TOKENS:
-                batches.append([])
-            batches[-1].append(prefix)
-        for batch in filter(None, batches):
-            lengths = [len(p.tokens) for p in batch]
-            blocks = [torch.tensor(p.blocks).repeat_interleave(KV_BLOCK)[:n]
-                      for p, n in zip(batch, lengths)]
-            tokens = torch.tensor([t for p in batch for t in p.tokens])
-            self.engine.prefill(tokens, torch.cat(blocks), lengths)
-
-    def _grow(self, waiting, live):
-        """Gives every row the kv_blocks that it needs for the next window, oldest row first.
-        Returns how many rows were preempted.
-
-        When the pool runs dry, prefixes without a row are dropped, then the newest row is
-        preempted. The pool holds one sequence of full length (allocate_kv), so the oldest row
-        always fits.
-        """
-        rows = len(live)
-        i = 0
-        while i < len(live):
-            s = live[i]
-            end = min(s.pos + self.engine.window, s.limit)
-            need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
-            if need > len(self.pool):
-                self._drop_ahead()
-            if need <= len(self.pool):
-                s.blocks += self.pool.take(need)
-                i += 1
-            else:
-                self._preempt(live.pop(), waiting)
-                assert live, "the pool holds one sequence: see allocate_kv"
-        return rows - len(live)
-
-    def _preempt(self, s, waiting):
-        """A sequence gives back its kv_blocks and goes to the front of the queue.
-
-        Its prompt and all that it has written but the last token, which is its next input, become a
-        prefix of its own. That is prefilled when it comes back. Its position and key are kept, so
-        it draws what it would have drawn.
-        """
-        self._release(s)
-        s.prefix = Prefix((s.prompt + s.completion)[:-1])
-        waiting.appendleft(s)
-
-    def _rows(self, live):
-        """The live rows as Rows. They travel to the device as one tensor: one copy, not seven."""
-        siblings = [0] * len(live)
-        most_siblings = self.engine.most_siblings(len(live))
-        first = 0
-        for row, s in enumerate(live):
-            if s.prefix is not live[first].prefix or row - first == most_siblings:
-                first = row
-            siblings[first] += 1
-        columns = len(Rows._fields) - 1
-        width = blocks_for(self.max_length) + 1
-        values = np.zeros((len(live), columns + width), dtype=np.int64)
-        for line, s, count in zip(values, live, siblings):
-            state = [s.token, s.pos, len(s.prefix.tokens), count, s.limit, s.key]
-            known = [*state, *s.prefix.blocks, *s.blocks]
-            line[:len(known)] = known
-        values = torch.from_numpy(values).to(self.engine.kv.device)
-        return Rows(*values[:, :columns].T.contiguous(), table=values[:, columns:])
-
-    def _record(self, live, drawn, end_ids):
-        """Adds what a window drew to the sequences, and takes those that ended out of the batch.
-
-        drawn: what the engine's decode() returned. Returns the number of new tokens.
-        """
-        tokens, logprobs, made = drawn
-        logprobs = logprobs.cpu()
-        made = made.cpu()
-        # (steps, n): True for what a row drew before its end
-        counts = torch.arange(len(logprobs))[:, None] < made
-        if not logprobs[counts].isfinite().all():
-            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
-                          "or the weights or the adapter are too large")
-        tokens = tokens.cpu().T.tolist()
-        logprobs = logprobs.T.tolist()
-        made = made.tolist()
-        for row, s in enumerate(live):
-            s.completion += tokens[row][:made[row]]
-            s.logprobs += logprobs[row][:made[row]]
-            s.token = s.completion[-1]
-            s.pos += made[row]
-            s.finished = s.token in end_ids
-            if s.ended:
-                self._release(s)
-        live[:] = [s for s in live if not s.ended]
-        return sum(made)
-
-    def _release(self, s):
-        """A sequence leaves the batch; the last one of a prefix frees that too."""
-        self.pool.give(s.blocks)
-        s.prefix.users -= 1
-        if s.prefix.users == 0:
-            self.pool.give(s.prefix.blocks)
+    lse = logits.logsumexp(-1)
+    if u is None:
+        token = logits.argmax(-1)
+    else:
+        p = (logits - lse[:, None]).exp()
+        # A GPU sums in blocks, and from one to the next the sum can move by an ulp, even at a token
+        # of probability 0. Such a token is never drawn.
+        cdf = running_sum(p).masked_fill_(p == 0, 0.0)
+        target = u * cdf.amax(-1)                # an fp32 sum of probabilities is not exactly 1
+        token = (cdf > target[:, None]).byte().argmax(-1)        # the first one
+    return token, logits.gather(1, token[:, None])[:, 0] - lse

@@ -63,13 +63,12 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
     the user's parts without the one called `shaping` (`parts` keeps all of them). `format` says
     whether the answer has the form that was asked for, `finished` whether it came to its end before
     --max-new-tokens.
-    Two values are added here. `extra` is that part, which compare() counts apart from `task`.
-    grpo.group_advantages gets `task` as the reward, and `extra` beside it. `reward`, their sum, is
-    only logged.
+    Two values are added here: `shaping`, that part or 0, and `reward`, their sum, which is only
+    logged. grpo.group_advantages counts `shaping` apart from `task`.
     """
     for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
-        extra = found.get("parts", {}).get("shaping", 0.0)
-        row.graded = found | {"extra": extra, "reward": found["task"] + extra}
+        shaping = found.get("parts", {}).get("shaping", 0.0)
+        row.graded = found | {"shaping": shaping, "reward": found["task"] + shaping}
     return rollouts
 
 
@@ -77,17 +76,6 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
     """A value that is known of each row, (B,): float64, int64 or bool, as precise as Python's own.
     """
     return torch.from_numpy(np.array([row.graded[key] for row in rows]))
-
-
-def compare(rows: list[Row], group_size: int, scale: str) -> torch.Tensor:
-    """-> advantages (B,): how much better each answer is than the others to its problem.
-
-    scale: what --advantage-scale says, one of grpo.SCALES.
-
-    `extra` counts only in groups whose answers differ in `task`; grpo.group_advantages says why.
-    """
-    task, extra = column(rows, "task"), column(rows, "extra")
-    return grpo.group_advantages(task, group_size, scale, extra)
 
 
 # -----------------------------------------------------------------------------
@@ -198,9 +186,8 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> Evaluation:
     return Evaluation(metrics, graded)
 
 
-def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows: list[Row],
-             advantages: torch.Tensor, updates: list[Update], evaluation: Evaluation | None
-             ) -> Progress:
+def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, batch: Batch,
+             updates: list[Update], evaluation: Evaluation | None) -> Progress:
     """What follows a step's update: tells its numbers, evaluates where that is due, writes the
     step's files -> where the run stands. Stopped if continuing makes no sense (console.Watch).
 
@@ -218,14 +205,13 @@ def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, rows
         metrics = metrics | evaluation.metrics
     is_best = best > progress.best
     progress = dataclasses.replace(progress, best=best)
-    record(run, progress, metrics, rows, advantages, evaluation.graded if evaluation else [],
-           is_best)
+    record(run, progress, metrics, batch, evaluation.graded if evaluation else [], is_best)
     run.watch.see(metrics, updates)
     return progress
 
 
-def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
-           advantages: torch.Tensor, evaluated: list[dict], is_best: bool) -> None:
+def record(run: Run, progress: Progress, metrics: dict, batch: Batch, evaluated: list[dict],
+           is_best: bool) -> None:
     """Writes the step's files.
 
     evaluated: the rows of the step's evaluation, none if it had none.
@@ -235,7 +221,7 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
     """
     watching = run.settings.watching
     samples = [{"step": metrics["step"], "advantage": advantage, **row.graded}
-               for advantage, row in zip(advantages.tolist(), rows, strict=True)]
+               for advantage, row in zip(batch.advantages.tolist(), batch.rows, strict=True)]
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
         run.folder.log("samples.jsonl", samples)
@@ -257,7 +243,7 @@ def record(run: Run, progress: Progress, metrics: dict, rows: list[Row],
 # The loop: sample, score, update, report
 
 def train(run: Run, sample: Callable = Sampler.generate) -> None:
-    """All steps of a run, from step 0 or from where its checkpoint stands.
+    """All steps of a run, from step 0 or from its checkpoint on.
 
     sample(sampler, prompts, group_size, sampling, places) -> Rollouts is how answers are written: a
     function like Sampler.generate, for instance one that answers in turns and calls a tool.
@@ -281,12 +267,14 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
-            mine = sample(run.sampler, prompts, G, sampling, places)
+            local = sample(run.sampler, prompts, G, sampling, places)
 
         # 2) Score. Then every rank gets the rows of all, in the same order.
-        scored = score(run.grade, problems, mine)
+        scored = score(run.grade, problems, local)
         rollouts = functools.reduce(operator.add, gather([scored]))
-        advantages = compare(rollouts.rows, G, objective.advantage_scale)
+        advantages = grpo.group_advantages(column(rollouts.rows, "task"), G,
+                                           objective.advantage_scale,
+                                           column(rollouts.rows, "shaping"))
 
         # 3) Update the adapter.
         updating = time.perf_counter()
@@ -303,8 +291,7 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
                    "seconds_sample": updating - began, "seconds_update": done - updating}
         metrics |= report(rollouts, advantages, weights, updates, G) | run.learner.counters()
         progress = Progress(step + 1, next_cursor, tokens, progress.best)
-        progress = conclude(run, sample, progress, metrics, rollouts.rows, advantages, updates,
-                            evaluation)
+        progress = conclude(run, sample, progress, metrics, batch, updates, evaluation)
 
 
 def main() -> None:

@@ -1,18 +1,19 @@
 """
 What runs on a GPU in place of plain torch at the root, and must give the same numbers.
 
-`import fast` registers it under the names by which ops.on_gpu() finds it. It needs Triton. A program
-imports it once it has chosen a GPU; nothing else does, so the rest of the project runs without Triton.
+`import fast` registers it under the names by which ops.on_gpu() finds it. A program does so once it
+has chosen a GPU; nothing else does, so the rest of the project runs without Triton.
 """
 import marlin_fp4
 from fast import decode, kernels
 from ops import ON_GPU
 
 # The twins: each stands in for the function of its name that is marked @twin_in_kernels.
-TWINS = (kernels.attend_spans, kernels.attend_spans_backward, kernels.merge,             # attention.py
-         kernels.dequantize_codes,                                                       # nvfp4.py
-         kernels.elementwise, kernels.swiglu, kernels.swiglu_backward, kernels.softmax_at)   # ops.py
+TWINS = (
+    kernels.attend_spans, kernels.attend_spans_backward, kernels.merge,                 # attention
+    kernels.dequantize_codes,                                                           # nvfp4
+    kernels.elementwise, kernels.swiglu, kernels.swiglu_backward, kernels.softmax_at)   # ops
 
 ON_GPU.update({twin.__name__: twin for twin in TWINS})
-ON_GPU["pack"] = marlin_fp4.pack                 # nvfp4.fuse: the codes in the order of the kernels
+ON_GPU["pack"] = marlin_fp4.pack                 # nvfp4.fuse: the codes in the kernels' order
 ON_GPU["GraphEngine"] = decode.GraphEngine       # sampler.engine_for: decode steps as CUDA graphs

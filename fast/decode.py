@@ -3,9 +3,9 @@ The fast engine of the sampler: decode steps and short prefills as CUDA graphs, 
 
 It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
 
-A decode step of a 7B has about 260 launches, which would take Python several times as long as the
-GPU. So they are recorded once, as a graph, and everything between two matmuls is one kernel of
-kernels.py, or two around attention:
+A decode step of a 7B has about 260 launches, which take Python several times as long as the GPU. So
+they are recorded once, as a graph, and everything between two matmuls is one kernel of kernels.py,
+or two around attention:
 
     embed_kernel                     residual = embed[token]; the first norm
     in every layer
@@ -22,10 +22,10 @@ kernels.py, or two around attention:
     lm_head matmul
     chunk_kernel, pick_kernel        softmax, the draw; the row's state advances
 
-A row's state (kernels.RowState) is on the GPU, and the last kernel of a step advances it: the host
-launches a window of 8 steps, then looks.
+A row's state (kernels.RowState) is on the GPU, and the last kernel of a step advances it, so the
+host reads tokens only once in a window of 8 steps.
 
-A graph holds addresses, not values. Adapters, norms and their noise are read where they are, so an
+A graph holds addresses, not values: adapters, norms and their noise are read in place, so an
 optimizer step needs no new capture.
 
 Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
@@ -62,19 +62,18 @@ from marlin_fp4 import (
 )
 from model import Qwen
 from ops import mm_fp32
-from sampler import KV_BLOCK, Rows, Sampling, TorchEngine, fill_cache, filter_logits
+from sampler import KV_BLOCK, DecodeBatch, Sampling, TorchEngine, fill_cache, filter_logits
 
-# A graph for each number of rows, made when it is needed; steps of other numbers have spare rows.
+# The numbers of rows that have a graph, captured when first needed; other steps get spare rows.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512)
-WINDOW = 8              # steps between two looks of the host
+WINDOW = 8              # steps between two reads by the host
 VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
 QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
 MAX_END_IDS = 16
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
-# How much one program of the elementwise kernels does, by the number of rows of the step: an entry
-# is for at most so many. `columns` does not apply to heads_kernel, whose programs take one head
-# each. With 128 columns a number costs half as many instructions as with 64, but with 16 rows or
-# fewer there would be too few programs for the GPU.
+# How much one program of the elementwise kernels does, by the number of rows of the step, at most.
+# `columns` does not apply to heads_kernel, whose programs take one head each. 128 columns cost half
+# as many instructions a number as 64, but with 16 rows or fewer they leave too few programs.
 PROGRAM_SIZES = {
     # rows: columns, heads (rows, warps), residual (rows, warps), swiglu (rows, warps)
     4: (64, (1, 4), (1, 1), (1, 1)),
@@ -82,24 +81,28 @@ PROGRAM_SIZES = {
     64: (128, (4, 4), (4, 8), (16, 4)),
     512: (128, (8, 8), (4, 4), (16, 8)),
 }
-NARROW_TILE = 64        # the columns of a program instead, where a rank is too large for 128
-assert RowState._fields[:len(Rows._fields) - 1] == Rows._fields[:-1]  # decode() copies Rows in
+NARROW_TILE = 64        # columns of a program if the rank is too large for 128
+assert RowState._fields[:len(DecodeBatch._fields) - 1] == DecodeBatch._fields[:-1]  # for decode()
 
 
-def decode_matmul_for(name: str | None) -> Callable | None:
-    """The matmul of --kernels `name`, "hopper" or "portable". None, a CPU, packs no weights."""
-    if name == "hopper":
-        from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
-        return hopper_matmul
-    return portable_matmul if name == "portable" else None
+def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Callable:
+    """The 4-bit matmul of a decode step. kernels: "hopper" or "portable"; None: the faster one on
+    this GPU. UserError for "hopper" on another GPU.
+    """
+    on_hopper = capability(device)[0] == 9
+    if kernels == "portable" or not (on_hopper or kernels):
+        return portable_matmul
+    if not on_hopper:
+        raise UserError(f"--kernels hopper: {device} is not a Hopper GPU (sm_90)")
+    from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
+    return hopper_matmul
 
 
 def finishing_kib(rank: int, columns: int) -> float:
     """KiB of shared memory that a program of swiglu_kernel takes to finish `columns` of gate|up.
 
-    No other kernel takes more of it because of the rank. For gate and for up it holds a tile of B
-    (R, columns) and 16 rows of x @ A.T, with R padded to a power of two, as operands of 16 bits of
-    a tensor core.
+    For gate and for up it holds a tile of B (R, columns) and 16 rows of x @ A.T in 16 bits, with R
+    padded to a power of two. No other kernel takes more because of the rank.
     """
     R = max(16, triton.next_power_of_2(rank))
     return 2 * 2 * R * (columns + 16) / 1024
@@ -125,7 +128,7 @@ def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> Atte
     memory holds a step of 128 tokens, which takes 128 KiB with heads of 128.
     """
     # Up to 64 pairs are too few programs for an H200's 132 multiprocessors, so several share a row.
-    # With more pairs they do not: joining costs 2 us, and programs that find nothing to do 3 us.
+    # With more pairs that costs more than it saves: joining, and programs with nothing to do.
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
         return AttentionPlan(splits, 1, 4, 32 if wide_steps_fit else 16)
@@ -133,17 +136,16 @@ def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> Atte
         return AttentionPlan(1, 1, 8, 16)
     if pairs <= 264:
         return AttentionPlan(1, 1, 4, 16)
-    # Siblings read their prefix together, which pays where the L2 cannot keep up. But each of them
-    # makes a program longer, and two programs a multiprocessor must be left.
+    # Siblings read their prefix together (FlashInfer's cascade), which pays where the L2 cannot
+    # keep up. But each makes a program longer, and two programs a multiprocessor must be left.
     siblings = min(tile_siblings, triton.next_power_of_2(triton.cdiv(pairs, 264)))
     return AttentionPlan(1, siblings, 4, 16)
 
 
-def launch_matmul(linear: Linear, x: torch.Tensor,
-                  decode_matmul: Callable | None) -> UnfinishedLinear:
+def launch_matmul(linear: Linear, x: torch.Tensor, decode_matmul: Callable) -> UnfinishedLinear:
     """Launches the linear's matmul with x (n, K); a kernel of kernels.py finishes it.
 
-    decode_matmul: for packed weights and few rows; others are expanded to 16 bits first.
+    decode_matmul: for packed weights and few rows; other weights are expanded to bf16 first.
     """
     R = linear.rank
     a = linear.working_a if R else None
@@ -160,12 +162,12 @@ def launch_matmul(linear: Linear, x: torch.Tensor,
 class GraphStore(dict):
     """key -> a function that replays a CUDA graph.
 
-    All graphs in it were captured under the same `settings`, which are whatever a graph depends on
-    beside its key. When the settings change, all graphs are dropped.
+    All graphs were captured under the same `settings`: whatever they depend on beside the key. When
+    the settings change, all graphs are dropped.
     """
     settings = None
-    pool = None  # of the activations' memory. One for all graphs, since no two run at once.
-    stream = None  # of captures. One for all: cuBLAS keeps 32 MiB for each stream it is used on.
+    pool = None  # of the activations' memory: one for all graphs, since no two run at once
+    stream = None  # of captures: one for all, since cuBLAS keeps 32 MiB for each stream
 
     def get_for(self, settings: Hashable, key: Hashable, launch: Callable) -> Callable:
         """The replay of the graph `key`; captured from launch() where there is none."""
@@ -179,7 +181,7 @@ class GraphStore(dict):
 
     def capture(self, launch: Callable) -> Callable:
         """Records launch() -> the graph's replay. What launch() returns lives as long as the graph:
-        it should return tensors that the graph writes to and nobody else holds.
+        tensors that the graph writes to and nobody else holds.
         """
         if not torch.cuda.is_available():  # in Triton's interpreter
             return launch
@@ -196,14 +198,13 @@ class GraphStore(dict):
 
 
 class GraphEngine(TorchEngine):
-    """sampler.TorchEngine's fast twin. kernels: which matmul decodes, see decode_matmul_for.
-
-    Raises UserError for a model whose sizes the kernels do not take.
+    """sampler.TorchEngine's fast twin. kernels: see decode_matmul_for. UserError for a model whose
+    sizes the kernels do not take.
     """
     window = WINDOW
     prefill_ahead = PREFILL_SIZES[-1] // KV_BLOCK - 1  # one prefix of a graph is of spare tokens
 
-    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None):
+    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None = None):
         c = model.config
         if c.head_dim not in (64, 128):
             raise UserError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
@@ -224,13 +225,12 @@ class GraphEngine(TorchEngine):
         self.pdl = dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
         self.shared_memory = shared_memory_kib(capability(kv.device))
         self.wide_steps_fit = c.head_dim == 64 or self.shared_memory > 128
-        matmul = decode_matmul_for(kernels)
-        self.matmul = functools.partial(matmul, pdl=pdl) if matmul else None
+        self.matmul = functools.partial(decode_matmul_for(kv.device, kernels), pdl=pdl)
 
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=kv.device)
 
-        # What graphs read and write between steps; it must stay where it is.
+        # What graphs read and write between steps: these tensors must keep their addresses.
         self.rows = zeros(len(RowState._fields), max_rows)
         self.state = RowState(*self.rows)
         self.nobody = zeros(len(RowState._fields), 1)  # a spare row: it reads and writes block 0
@@ -249,7 +249,7 @@ class GraphEngine(TorchEngine):
         self.prefills = GraphStore()  # its keys: tokens
 
     def batch_size(self, n: int) -> int:
-        """The rows that a step of n live rows computes: those of the next larger graph."""
+        """The rows that a step of n running rows computes: those of the next larger graph."""
         return next(size for size in self.sizes if size >= n)
 
     def attention_plan(self, size: int) -> AttentionPlan:
@@ -259,22 +259,22 @@ class GraphEngine(TorchEngine):
 
     def most_siblings(self, n: int) -> int:
         """As TorchEngine.most_siblings."""
-        # Of the graph's rows, not the live ones: a row past what a program takes is not computed.
+        # By the graph's rows, not the running ones: a program computes no row past its share.
         return self.attention_plan(self.batch_size(n)).SIBLINGS
 
     @torch.no_grad()
-    def decode(self, rows: Rows, steps: int,
+    def decode(self, batch: DecodeBatch, steps: int,
                sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As TorchEngine.decode, for at most WINDOW steps."""
-        n = len(rows.pos)
+        n = len(batch.pos)
         ends = sorted(sampling.end_ids)
         assert len(ends) <= MAX_END_IDS, f"{len(ends)} end ids, at most {MAX_END_IDS}"
         if self.table is None:
-            self.table = self.rows.new_zeros(self.max_rows, rows.table.shape[1])
+            self.table = self.rows.new_zeros(self.max_rows, batch.table.shape[1])
         run = self.graph(self.batch_size(n), sampling)
-        self.rows[:len(rows) - 1, :n] = torch.stack(rows[:-1])  # all but the table, see the top
-        self.state.alive[:n] = rows.limit > rows.pos
-        self.table[:n] = rows.table
+        self.rows[:len(batch) - 1, :n] = torch.stack(batch[:-1])  # all but the table, see the top
+        self.state.alive[:n] = batch.limit > batch.pos
+        self.table[:n] = batch.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_END_IDS - len(ends))))
         self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
         for _ in range(steps):
@@ -284,13 +284,12 @@ class GraphEngine(TorchEngine):
 
     @torch.no_grad()
     def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
-        """As TorchEngine.prefill. A short prefill is a graph, since launching its 90 kernels a
-        layer from Python takes longer than they do.
-
-        A graph has a fixed number of tokens and of prefixes. The spare tokens become one more
-        prefix, which goes to block 0, and the spare prefixes are empty. There are only size / 32
-        prefixes in all, since FlashAttention launches programs for empty ones too.
+        """As TorchEngine.prefill. A short prefill is a graph: launching its 90 kernels a layer from
+        Python takes longer than they do.
         """
+        # A graph has a fixed number of tokens and of prefixes. Spare tokens become one more prefix,
+        # which goes to block 0; spare prefixes are empty. There are only size / 32 prefixes in all,
+        # since FlashAttention launches programs for empty ones too.
         T = len(tokens)
         n = len(lengths)
         size = next((s for s in PREFILL_SIZES if T <= s and n < s // KV_BLOCK), None)
@@ -316,9 +315,9 @@ class GraphEngine(TorchEngine):
         self.prefills.get_for(self.adapter_key(), size, launch)()
 
     def graph(self, size: int, sampling: Sampling) -> Callable:
-        """What runs one step of `size` rows. All of them are spare rows until decode() fills them
-        in, since capturing a graph runs a step, which must not touch any live row's cache.
-        """
+        """What runs one step of `size` rows."""
+        # All are spare rows until decode() fills them in: capturing a graph runs a step, which must
+        # not touch a running row's cache.
         self.rows[:, :size] = self.nobody
         self.table[:size] = 0
         settings = self.adapter_key(), sampling.top_k, sampling.top_p, self.model.live_vocab
@@ -328,11 +327,8 @@ class GraphEngine(TorchEngine):
         return run
 
     def adapter_key(self) -> Adapter | None:
-        """Which adapter's addresses a graph has in it; None: no adapter is on.
-
-        The adapter itself, and not an address: after an adapter is freed, another may get its
-        address.
-        """
+        """The adapter whose addresses a graph holds; None: no adapter is on."""
+        # Not its address, which another adapter may get once this one is freed.
         adapter = self.model.adapter
         return adapter if adapter is not None and adapter.enabled else None
 
@@ -371,9 +367,9 @@ class GraphEngine(TorchEngine):
                 launch_matmul(linear, x, self.matmul), n, resid, into(norm), tile, rows,
                 num_warps=warps, **pdl)
 
-        # This kernel is launched without launch_pdl, so it begins after the whole previous step. It
-        # starts the chain that the top of kernels.py describes. So every other kernel may read the
-        # rows' state before it waits.
+        # Launched without launch_pdl, this kernel begins after the whole previous step. It starts
+        # the chain that kernels.py describes, in which any kernel may read the rows' state before
+        # it waits.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
             self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,
@@ -402,8 +398,8 @@ class GraphEngine(TorchEngine):
         """Launches the head and the draw, from the final norm's x * w (n, D) and its squares."""
         n = len(xw)
         V = self.model.live_vocab
-        # The whole head, though only V of its rows are tokens: 151,665 columns of fp32 would leave
-        # cuBLAS with rows that are not aligned.
+        # The whole head, though only V of its rows are tokens: cuBLAS could not align rows of
+        # 151,665 fp32 numbers.
         logits = mm_fp32(xw, self.model.lm_head.T)
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)
         if filtered:  # top-p needs real probabilities, so the scale is applied here

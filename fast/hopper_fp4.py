@@ -1,19 +1,17 @@
 """
 The decode matmul of marlin_fp4.py again, faster, only for Hopper (sm_90).
 
-Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result up
-to the order of fp32 sums. What Hopper adds:
+Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result,
+up to the order of fp32 sums. What Hopper adds:
 
-- A copy engine (TMA). One instruction copies a whole tile from memory to shared memory, and a
-  barrier completes when its bytes have arrived. One warp of a program does nothing but request
-  tiles.
-- wgmma. A product that the tensor cores compute while the four warps that began it continue. It
-  takes W from registers, where it has just been decoded, and x from shared memory.
+- A copy engine (TMA). One instruction copies a whole tile to shared memory, and a barrier completes
+  when its bytes have arrived. One warp of a program only requests tiles.
+- wgmma. The tensor cores compute a product while the four warps that began it continue. W comes
+  from registers, where it has just been decoded, and x from shared memory.
 - Dependent launch. A kernel begins while the one before it still runs, and requests its first
   weights before the x that they multiply exists.
 
-Plain Triton lets the compiler choose which warp does what; Gluon, Triton's lower level, lets the
-program say it.
+Plain Triton's compiler chooses which warp does what; in Gluon, its lower level, the program does.
 
 A program has two kinds of warps, which pass the slots of a ring in shared memory back and forth:
 
@@ -24,8 +22,8 @@ A program has two kinds of warps, which pass the slots of a ring in shared memor
     |    (the slot's `full` completes by itself)  |    mark the slot empty
     +--- next step, next slot                     +--- next step, next slot
 
-A step is one round of this loop: one tile of W, or half a tile's width of LoRA's A. Two to four
-programs share a multiprocessor and drift apart, so one decodes while another multiplies.
+A step is one round of this loop: one tile of W, or a tile of LoRA's A, which is half as wide. Two
+to four programs share a multiprocessor and drift apart, so one decodes while another multiplies.
 
 Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x that
 one program multiplies.
@@ -60,8 +58,8 @@ from marlin_fp4 import (
 )
 
 A_SIDE = tl.constexpr(A_TILE)
-# Rows of x up to which a finished piece leaves through shared memory, by the copy engine. With more
-# rows it does not fit beside the ring, and is stored from registers.
+# Rows of x up to which a finished piece leaves through shared memory, by the copy engine. A larger
+# one does not fit beside the ring and is stored from registers.
 MAX_COPIED_ROWS = tl.constexpr(64)
 
 # Layouts in shared memory, swizzled so that no two lanes of a load meet in one bank: rows of x and
@@ -71,9 +69,9 @@ ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
 FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
 SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
 # A layout in registers for (128, 2, 16) scales: row, scale_block of a plane, column within it. Each
-# scale is in the lane and register of the weights that it multiplies (wgmma prescribes those), so
-# spread_scales moves nothing between lanes. The lists are the bits of register number, lane and
-# warp: for each bit, how far along these three axes it moves.
+# scale is in the lane and register of the weights that it multiplies, which wgmma prescribes, so
+# spread_scales moves nothing between lanes. The lists say for each bit of register number, lane and
+# warp how far it moves along these three axes.
 SCALED = tl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
     [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -150,8 +148,8 @@ def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
 def _produce(maps: TensorMaps, ring: Ring, stripe: Stripe, steps, AHEAD: gl.constexpr):
     """The producer warp: keeps the ring full from step AHEAD on, across bands as well."""
     # A barrier counts its rounds modulo 2, and wait(bar, p) returns once a round of parity p is
-    # over. The producer waits for the end of the round before, hence the other parity; a new
-    # barrier counts as "round -1 is over":
+    # over. The producer waits for the previous round, hence the other parity; on a new barrier
+    # round -1 counts as over:
     #     round of a slot, step // STAGES      0  1  2  3
     #     the consumers wait for full with     0  1  0  1
     #     the producer waits for empty with    1  0  1  0    the first passes at once
@@ -183,8 +181,8 @@ def _begin_product(acc, w, xs, k: gl.constexpr):
 def _multiply_tile(acc, words, word, xs, W: gl.constexpr):
     """acc + the product of a tile, whose last planes are still being multiplied on return."""
     # A plane occupies 16 registers until the tensor cores have read it. With 32 or 64 rows of x
-    # they suffice for all four planes at once, and two planes make one product, which takes fewer
-    # instructions. Otherwise the waits keep at most two products under way.
+    # there are enough for all four planes, and two planes make one product, which takes fewer
+    # instructions. Otherwise the waits keep at most two products in flight.
     s0, s1, s2, s3 = decode_scales(word, xs.dtype)
     w0, w1 = decode_planes(words, 0, xs.dtype)
     w2, w3 = decode_planes(words, 2, xs.dtype)
@@ -203,7 +201,7 @@ def _multiply_tile(acc, words, word, xs, W: gl.constexpr):
 
 @gluon.jit
 def _store_from_registers(acc, slabs_ptr, maps: TensorMaps, piece, row, rows, column, m0):
-    """acc (C, BM) -> slabs[piece, m0:, column + row:], without what is past `rows` or M."""
+    """acc (C, BM) -> slabs[piece, m0:, column + row:], up to `rows` and M."""
     M = maps.x.shape[0]
     stride = maps.slabs.strides[1].to(gl.int32)
     n = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
@@ -235,9 +233,9 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 xs = ring.x.index(slot).slice(half * A_SIDE, A_SIDE, 1).permute((1, 0))
                 acc = warpgroup_mma(a.index(slot), xs, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                # A trap: one thread gives the slot back for all four warps. They have all read it
-                # only because Triton puts a barrier before this, here and below; a test looks for
-                # that barrier in the compiled kernel.
+                # A trap: one thread gives the slot back for all four warps. That they have all read
+                # it is due to a barrier that Triton puts before this, here and below; a test looks
+                # for it in the compiled kernel.
                 mbarrier.arrive(ring.empty.index(slot), count=1)
         piece = stripe.first % k_tiles // stripe.length
         row = stripe.first // k_tiles * A_SIDE
@@ -256,13 +254,13 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 words = ring.codes.index(slot).load(W)
                 acc = _multiply_tile(acc, words, word, ring.x.index(slot), W)
                 # All products must have read their planes before the next tile is decoded into the
-                # same registers, and x before the slot is given back.
+                # same registers, and x before the slot goes back.
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 i += 1
             piece = stripe.pid - band * k_tiles // stripe.length
             if BM <= MAX_COPIED_ROWS:
-                tma.store_wait(0)  # the piece before has left `out`
+                tma.store_wait(0)  # the previous piece has left `out`
                 out.store(acc.permute((1, 0)).reshape(1, BM, 128))
                 fence_async_shared()  # the copy engine sees what the warps have written
                 # Rows past M and columns past N are dropped by the copy engine.
@@ -272,7 +270,7 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 _store_from_registers(
                     acc, slabs_ptr, maps, piece, band * 128, N, 0, stripe.m0)
             tile = end
-        tma.store_wait(0)  # shared memory must stay until the last piece has left it
+        tma.store_wait(0)  # shared memory must live until the last piece has left it
 
 
 # -----------------------------------------------------------------------------
@@ -282,9 +280,9 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
 def hopper_kernel(
     x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # TensorMaps; a_desc None: no adapter
     slabs_ptr,         # fp32 (S, M, width)    columns N .. N + R are x @ A.T
-    N,                 # specialized: where 16 divides it, neighbouring rows of W share a mask
+    N,                 # specialized: if 16 divides it, neighbouring rows of W share a mask
     k_tiles, stripe_length, a_stripe, a_programs,  # of the StripePlan
-    config: gl.constexpr, # HopperConfig
+    config: gl.constexpr,  # HopperConfig
     PDL: gl.constexpr,
 ):
     """x @ [W; A].T as pieces in slabs. Axis 0 of the grid: programs; axis 1: BM rows of x each."""
@@ -307,7 +305,7 @@ def hopper_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    # Which tiles are this program's: `length` from `first` on, as far as they lie below `limit`.
+    # This program's tiles: `length` from `first` on, as far as they are below `limit`.
     pid = gl.program_id(0)
     is_a = pid < a_programs
     first = (pid - a_programs) * stripe_length
@@ -325,8 +323,8 @@ def hopper_kernel(
     stripe = Stripe(is_a, pid - a_programs, m0, first, end, halves, k_tiles, length)
     steps = (end - first) * halves
 
-    # The weights of the first AHEAD steps are requested before the kernel that makes x is done. Not
-    # more: they would be ahead of x in the queue to memory.
+    # The weights of the first AHEAD steps are requested before the kernel that makes x has ended.
+    # More would be ahead of x in the queue to memory.
     for step in gl.static_range(AHEAD):
         if step < steps:
             _fetch_weights(maps, ring, stripe, step, step)
@@ -353,7 +351,7 @@ class HopperConfig(NamedTuple):
 
     @property
     def out_rows(self) -> int:
-        """Rows of `out` in shared memory; 8, unused, if pieces are stored from registers."""
+        """Rows of `out` in shared memory; 8, unused, if pieces leave from registers."""
         return self.BM if self.BM <= MAX_COPIED_ROWS.value else 8
 
     @property
@@ -370,8 +368,7 @@ HOPPER_CONFIGS = {
     64: HopperConfig(64, 3, 2, 1),
     256: HopperConfig(128, 2, 2, 1),
 }
-# (rows of x at most, N, K) -> a HopperConfig that is faster for this linear of Qwen2.5, by 1 us a
-# layer or more on an H200.
+# (rows of x at most, N, K) -> a HopperConfig that is faster on an H200 for this linear of Qwen2.5.
 TUNED_CONFIGS = {
     (8, 17920, 1536): HopperConfig(8, 6, 3, 2),
     (16, 1536, 8960): HopperConfig(16, 4, 3, 1),
@@ -403,8 +400,9 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
     """The fast twin of marlin_fp4.portable_matmul: same arguments, same result. AssertionError on
     another GPU.
 
-    pdl: request the first weights and A, which no kernel of the chain may write, while the kernel
-    before still runs, and wait for its end before x is read. fast/kernels.py has the rule.
+    pdl: requests the first weights and A, which no kernel of the chain may write, while the
+    previous kernel still runs, and waits for its end before reading x. fast/kernels.py has the
+    rule.
     """
     M, K = x.shape
     N = weight.N
@@ -412,7 +410,7 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
     assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
     config = hopper_config(N, K, M)
     R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
-    # Made at each launch, which is once: decode steps are CUDA graphs.
+    # Made at each launch, which happens once: decode steps are CUDA graphs.
     codes_map = TensorDescriptor.from_tensor(
         weight.codes.view(-1, TILE_SIDE // 4), [TILE_SIDE, TILE_SIDE // 4], ROWS_64B.value)
     scales_map = TensorDescriptor.from_tensor(

@@ -7,30 +7,28 @@ Triton kernels: everything in a decode step between two matmuls, and the learner
 
 The matmuls themselves are in marlin_fp4.py and hopper_fp4.py.
 
-Finishing a linear. A matmul leaves slabs: partial sums of split-K, whose columns N .. hold x @ A.T
-of the adapter. The kernel that reads them finishes the linear:
+Finishing a linear. A matmul leaves slabs: partial sums of split-K, whose columns N .. are the
+adapter's x @ A.T. The kernel that reads them finishes the linear:
 
     y = (sum of W's slabs) * scale  +  round(sum of A's slabs) @ b.T
 
-It adds those slabs that hold something, in their order, and rounds where model.py rounds.
+It adds the slabs that hold something, in order, and rounds where model.py rounds.
 
-RMSNorm without a pass over the row. 1/rms needs a whole row, and no program here sees one. So a
-norm is split in two, as model.py explains: the kernel before a matmul writes x * w, and leaves the
-sum of squares of its own columns. The kernel after the matmul adds those sums up and multiplies by
-1/rms.
+RMSNorm without a pass over the row. 1/rms needs a complete row, and no program here sees one. So a
+norm is split in two, as model.py explains: the kernel before a matmul writes x * w and the sum of
+squares of its own columns; the kernel after the matmul adds those sums up and multiplies by 1/rms.
 
 Programmatic dependent launch (PDL, from sm_90 on). Launching takes longer than many of these
-kernels. So each one says at its very start that the next may be launched, and the next one loads
-what no kernel of the step writes, weights and the rows' state, before it waits for the end of the
-one before it:
+kernels. So each kernel allows the next to be launched as its first act, and before it waits for the
+end of the previous one it loads what no kernel of the step writes: weights and the rows' state.
 
     kernel 1   [let_next_kernel_start | load weights | wait | work .......... ]
     kernel 2             [let_next_kernel_start | load weights | wait ........ | work ...... ]
 
-What a kernel may load before its wait is thus a question of correctness: nothing that an earlier
-kernel of the step writes. And every kernel has to wait, even one that reads nothing of the kernel
-before: only then are all kernels before n done when kernel n is past its wait. embed_kernel alone
-of this chain is launched without PDL, after the whole step before, and so starts it.
+Two rules keep this correct. Before its wait a kernel loads nothing that an earlier kernel of the
+step writes. And every kernel waits, even if it reads nothing of the previous one: only then have
+all earlier kernels ended once kernel n is past its wait. embed_kernel is launched without PDL,
+after the whole previous step, and so starts the chain.
 
 Tensors are row-major, and contiguous unless a stride is named. Rows past M are masked.
 
@@ -101,16 +99,18 @@ class RotaryTable(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """Each row's state, int64 (M,): sampler.Rows without its table, and what pick_kernel counts."""
+    """Each row's state, int64 (M,): sampler.DecodeBatch without its table, and what pick_kernel
+    counts.
+    """
     token: tl.tensor        # the next input
     pos: tl.tensor          # its position
     prefix: tl.tensor       # tokens of the row's prefix
-    siblings: tl.tensor     # at the first of neighbours that share a prefix (at most the plan's
-                            # SIBLINGS): how many they are; else 0. 8 rows cut by 3 are
+    siblings: tl.tensor     # of neighbours that share a prefix (at most the plan's SIBLINGS) the
+                            # first has their number, the others 0: 8 rows cut by 3 are
                             # 3 0 0 3 0 0 2 0
     limit: tl.tensor        # the last position
     key: tl.tensor          # of the row's randomness
-    alive: tl.tensor        # 0: the row has ended; it repeats its last step, to no effect
+    alive: tl.tensor        # 0: the row has ended, and repeats its last step without effect
     made: tl.tensor         # tokens of this window that count
     step: tl.tensor         # of this window
 
@@ -160,10 +160,10 @@ class LogitChunks(NamedTuple):
 
 @triton.jit
 def load_linear(y: UnfinishedLinear, first, BN: tl.constexpr):
-    """Loads what finishes BN columns from `first` on, which lie in one band of the matmul.
+    """Loads what finishes BN columns from `first` on, all in one band of the matmul -> the columns,
+    their scale, b (R padded to a power of two, BN), how many slabs hold a piece of them.
 
-    -> the columns, their scale, b (R padded to a power of two, BN), how many slabs hold a piece of
-    them. All of it is frozen during a step: kernels call this before they wait.
+    A step writes none of this, so kernels call it before they wait.
     """
     col = first + tl.arange(0, BN)
     r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))  # tl.dot sums over 16 or more
@@ -176,26 +176,14 @@ def slab_sums(y: UnfinishedLinear, M, tiles):
     """The sum of the first `count` slabs, in order, of each tile (at, live, count).
 
     at: places of the tile's elements in a slab; live: which of them are wanted.
-
-    The sum runs to S, which is known at compile time, and the loads are masked by `count`,
-    so that the compiler can issue the loads of several slabs together.
-
-    There are two ways to write this sum, and each is the fast one somewhere:
-
-    - Few elements (up to 2 rows). The slabs lie side by side along an axis of one tensor, which is
-      then reduced: every thread has something to load. On an H200 a step of 7B at 1 row takes 2.1
-      ms, and 2.5 with the loop below. With many elements that tensor would spill registers: 4.2 ms
-      a step at 64 rows, where the loop takes 3.9.
-    - Many elements. A loop over slabs, and inside it over tiles.
-
-    Two traps. A loop for each tile would be slower: the loads of the second would wait behind the
-    barrier at the end of the first. And `static_range` over slabs would be slower: the unrolled
-    loads get the layout of the dot that follows, and each slab goes through shared memory to reach
-    it (6.7 instead of 3.5 us for residual_kernel at 32 rows).
     """
+    # The sum runs to S, which is known at compile time, and the loads are masked by `count`, so
+    # that the compiler can issue the loads of several slabs together.
     slab = M.to(tl.int64) * y.width
     sums = ()
     if tiles[0][0].shape[0] <= 2:
+        # Few elements: slabs side by side along an axis, then reduced, so that every thread has
+        # something to load. With many elements that tensor would spill registers.
         s = tl.arange(0, triton.next_power_of_2(y.S))[:, None, None]
         for t in tl.static_range(len(tiles)):
             at, live, count = tiles[t]
@@ -203,6 +191,9 @@ def slab_sums(y: UnfinishedLinear, M, tiles):
             side_by_side = tl.load(y.sums + s * slab + at[None], mask=mask, other=0.0)
             sums += (tl.sum(side_by_side, axis=0),)
     else:
+        # Two traps. With a loop for each tile, the second's loads would wait behind the barrier at
+        # the end of the first. With static_range over slabs, the unrolled loads would get the
+        # layout of the dot that follows, through shared memory.
         for t in tl.static_range(len(tiles)):
             sums += (tl.zeros(tiles[t][0].shape, tl.float32),)
         for s in range(y.S):
@@ -219,8 +210,8 @@ def slab_sums(y: UnfinishedLinear, M, tiles):
 def finish_linear(y: UnfinishedLinear, M, row, loaded, parts):
     """-> tiles (rows, BN) of the linear in fp32, one for each of `loaded` (load_linear).
 
-    parts: which R columns of x @ A.T belong to a tile, since the parts of a fused matrix (q|k|v,
-    gate|up) have an adapter each: one entry for each tile, or one for all of them.
+    parts: for each tile, or for all of them, the part of the fused matrix (q|k|v, gate|up) that it
+    belongs to: each part has its own R columns of x @ A.T.
     """
     live = (row < M)[:, None]
     r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))[None, :]
@@ -237,7 +228,7 @@ def finish_linear(y: UnfinishedLinear, M, row, loaded, parts):
         _, scale, b, _ = loaded[t]
         scale = tl.broadcast_to(scale[None, :], sums[t].shape)
         if y.R > 0:
-            # x @ A.T is rounded as the learner rounds it: to the type of its next matmul's input.
+            # Rounded as the learner rounds x @ A.T: to the type of the next matmul's input.
             xa = sums[len(loaded) + min(t, len(parts) - 1)].to(b.dtype)
             finished += (tl.fma(sums[t], scale, tl.dot(xa, b, input_precision="ieee")),)
         else:
@@ -267,14 +258,14 @@ def store_normed(norm: NextNorm, x, w, row, col, tile, M):
 
 @triton.jit
 def let_next_kernel_start(PDL: tl.constexpr):
-    """The next kernel is launched as soon as every program of this one has come by here."""
+    """Lets the next kernel be launched, once every program of this one has come here."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Waits until the kernel before this one is done and all that it wrote can be read."""
+    """Waits until the previous kernel has ended and all that it wrote can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -292,11 +283,9 @@ def embed_kernel(
     norm: NextNorm,
     M, TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):
-    """residual = embed[token], normed for the first matmul; one program a row and TILE columns.
-
-    It never waits: it is launched without PDL, after the whole step before, and so everything in
-    the rows' state is settled for all kernels of this step.
-    """
+    """residual = embed[token], normed for the first matmul; one program a row and TILE columns."""
+    # It never waits: launched without PDL, it begins after the previous step, so the rows' state is
+    # final for all kernels of this step.
     row = tl.program_id(0) + tl.arange(0, 1)
     tile = tl.program_id(1)
     D = norm.squares.D
@@ -314,11 +303,10 @@ def embed_kernel(
         tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle))
 
 
-# The slots of a row. A row's keys and values lie in slots, KV_BLOCK of them to a KV block, and the
-# row's line of the table says which block of the cache each KV block is. The prefix is shared by
-# all rows of a group, so a row's own tokens cannot go into the prefix's last block: they begin a
-# block of their own, and the slots between stay empty. With KV_BLOCK 32 and a prefix of 40 tokens,
-# the token at position 45:
+# The slots of a row. A row's keys and values are in slots, KV_BLOCK of them to a KV block, and the
+# row's line of the table says which block of the cache each KV block is. All rows of a group share
+# the prefix, so a row's own tokens cannot go into its last block: they begin a new one, and the
+# slots between stay empty. With KV_BLOCK 32 and a prefix of 40 tokens, the token at position 45:
 #
 #     slot       0                31  32     39  40     63  64     69  70      95
 #               +--------------------+----------+----------+----------+-----------+
@@ -343,8 +331,7 @@ def heads_kernel(
     rotary embedding.
 
     Heads 0 .. H are queries and go to q; then come KV heads of keys and KV of values, which go to
-    the cache. All three kinds run the same code; a value is not normed, and has an angle of 0. A
-    program has whole heads, so their norms (EPS is theirs) need nothing from another program.
+    the cache. All three kinds run the same code, but a value is not normed and its angle is 0.
     """
     HALF: tl.constexpr = cache.d // 2
     KV_BLOCK: tl.constexpr = cache.KV_BLOCK
@@ -401,8 +388,8 @@ def heads_kernel(
 # -----------------------------------------------------------------------------
 # Attention of one new token to its row's context
 #
-# A context has two parts, the prefix and the row's own tokens (see the slots above).
-# attention_kernel walks it in steps. In one step each of the W warps of each of the row's `count`
+# A context has two parts, the prefix and the row's own tokens (see the slots above), and
+# attention_kernel walks it in steps. In a step, each of the W warps of each of the row's `count`
 # programs reads T tokens; with 2 programs of 4 warps and T = 16 a step is 128 tokens:
 #
 #                     <------------- step 0 --------------> <-- step 1 ...
@@ -410,29 +397,28 @@ def heads_kernel(
 #     program, warp   0,0  0,1  0,2  0,3  1,0  1,1  1,2  1,3  0,0  ...
 #
 # Steps never straddle the two parts: the last step of the prefix is masked at its end, and the
-# row's own tokens begin a new step. So a warp's T tokens lie in one KV block, because T divides
-# KV_BLOCK.
+# row's own tokens begin a new step. T divides KV_BLOCK, so a warp's T tokens are in one KV block.
 #
-# Every warp keeps a softmax of its own over the tokens that it has seen, in three numbers per
-# query: the largest logit (top), the sum of 2^(logit - top) (mass), the same sum weighted by the
-# values (acc). Nothing in the loop waits for another warp. At the end they are joined, first the
-# warps of a program (join_warps); then, where several programs share a row, each stores its softmax
-# and counts itself, and the one that finds all others done joins them in order (join_splits). The
-# result does not depend on who that is.
+# Every warp keeps its own softmax over the tokens that it has seen, as three numbers a query: the
+# largest logit (top), the sum of 2^(logit - top) (mass), and that sum weighted by the values (acc).
+# In the loop no warp waits for another. At the end they are joined, first the warps of a program
+# (join_warps); then, if several programs share a row (flash decoding), each stores its softmax and
+# counts itself, and the one that finds all others done joins them in order (join_splits). The
+# result does not depend on which one that is.
 #
-# Siblings. The rows of a group stand next to each other and have one prefix. With SIBLINGS > 1 one
-# program, that of the first of them, does up to SIBLINGS rows and reads their prefix once; the
-# programs of the others end at once. The steps are those of the prefix, then those of each
-# sibling's own tokens, which the queries of the other siblings do not see. With 3 siblings:
+# Siblings (FlashInfer's cascade). The rows of a group are neighbours and share a prefix. With
+# SIBLINGS > 1 the program of the first of them does up to SIBLINGS rows and reads their prefix
+# once; the programs of the others end at once. The steps are those of the prefix, then those of
+# each sibling's own tokens, which the other siblings' queries do not see. With 3 siblings:
 #
 #     steps    | prefix          | own of row 0 | own of row 1     | own of row 2 |
 #     seen by  | all             | row 0        | row 1            | row 2        |
 #              0              ends[0]        ends[1]            ends[2]        ends[3]
 #
 # The queries of a program form one tile: query j is head j % G of row j // G, where G = H / KV
-# query heads share a key-value head. A row meets the same tokens in the same warps in the same
-# order as it would alone, so its result has the same bits. (If all values are finite: one that is
-# not seen counts with a weight of 0, and 0 * inf is NaN.)
+# query heads share a key-value head. A row meets the same tokens in the same warps and order as it
+# would alone, so its result has the same bits. (If all values are finite: an unseen one has a
+# weight of 0, and 0 * inf is NaN.)
 
 class Walk(NamedTuple):
     """The steps of one program: those of the prefix, then those of each sibling's own tokens."""
@@ -460,8 +446,9 @@ def plan_walk(state: RowState, row, prefix, siblings, split, count, SIBLINGS: tl
 
 @triton.jit
 def part_of_step(walk, t):
-    """-> whose own tokens step t reads (-1: the prefix, everybody's), the part's first step, its
-    tokens."""
+    """-> whose own tokens step t reads (-1: the prefix, everybody's), the part's first step and its
+    tokens.
+    """
     whose = -1
     start = 0
     tokens = walk.prefix
@@ -486,7 +473,7 @@ def load_step(cache: LayerCache, block_ptr, token, tokens, T: tl.constexpr):
 
 @triton.jit
 def load_block_numbers(cache: LayerCache, walk, t):
-    """For each warp, the KV block that holds its tokens of step t."""
+    """For each warp, the KV block of its tokens of step t."""
     row, prefix, own, ends, step, offset = walk
     whose = row
     at = t * step
@@ -504,7 +491,7 @@ def softmax_step(top, mass, acc, q, k, v, seen):
     """The softmaxes so far, with T more tokens: top and mass (W, J), acc (W, J, d).
 
     q (W, J, d), k and v (W, T, d), seen (W, J, T): which tokens a query may see. Where the largest
-    logit rises, what was summed under the old one shrinks by 2^(old - new).
+    logit rises, the earlier sums shrink by 2^(old - new).
     """
     SCALE: tl.constexpr = LOG2_E * q.shape[2] ** -0.5
     logit = tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="ieee") * SCALE
@@ -519,7 +506,8 @@ def softmax_step(top, mass, acc, q, k, v, seen):
 
 @triton.jit
 def add_halves(x):
-    """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]. tl.sum across warps takes 10 times the code."""
+    """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]."""
+    # tl.sum across warps takes 10 times the code.
     halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
     a, b = tl.split(tl.permute(halves, (1, 2, 3, 0)))
     return a + b
@@ -527,7 +515,7 @@ def add_halves(x):
 
 @triton.jit
 def store_split(splits: SplitSoftmaxes, at, top, mass, acc, live):
-    """Leaves a program's softmax as number `at` (J,) of each query, for the last one to join."""
+    """Stores a program's softmax as number `at` (J,) of each query, for the last one to join."""
     d: tl.constexpr = acc.shape[1]
     tl.store(splits.tops + at, top, mask=live)
     tl.store(splits.masses + at, mass, mask=live)
@@ -538,11 +526,9 @@ def store_split(splits: SplitSoftmaxes, at, top, mass, acc, live):
 
 @triton.jit
 def join_splits(splits: SplitSoftmaxes, first, count, live, d: tl.constexpr):
-    """Joins `count` softmaxes of each query from number `first` (J,) on -> mass (J,), acc (J, d).
-
-    They are loaded SPLITS_AT_ONCE at a time: loads that wait for each other cost 0.6 us a split.
-    ".cg" reads from the L2, past the L1, which knows nothing of what other multiprocessors wrote.
-    """
+    """Joins `count` softmaxes a query from number `first` (J,) on -> mass (J,), acc (J, d)."""
+    # Loaded SPLITS_AT_ONCE at a time, so that loads do not wait for each other. ".cg" reads from
+    # the L2: the L1 knows nothing of what other multiprocessors wrote.
     i = tl.arange(0, d)
     top = tl.full(live.shape, LOWEST, tl.float32)
     mass = tl.zeros(live.shape, tl.float32)
@@ -592,7 +578,7 @@ def attention_kernel(
 ):
     """Attention of a row's new token, and of its siblings', to their context; one key-value head.
 
-    The grid is (rows, KV, SPLITS). The comment above draws what a program walks.
+    The grid is (rows, KV, SPLITS). The comment above draws a program's walk.
     """
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -601,12 +587,12 @@ def attention_kernel(
     W: tl.constexpr = plan.WARPS
     T: tl.constexpr = plan.TOKENS
     G: tl.constexpr = H // cache.KV
-    # A warp looks one block number up for T tokens: were they to straddle two KV blocks, it would
-    # read on into the next head's keys of the first one.
+    # A warp looks up one block number for T tokens: if they straddled two KV blocks, it would read
+    # the next head's keys.
     tl.static_assert(cache.KV_BLOCK % T == 0, "TOKENS of an AttentionPlan must divide KV_BLOCK")
     let_next_kernel_start(PDL)
 
-    # Which steps. All of this comes from the rows' state, which may be read before the wait.
+    # Which steps: by the rows' state, which may be read before the wait.
     prefix = tl.load(state.prefix + row).to(tl.int32)
     siblings, count = 1, plan.SPLITS
     if SIBLINGS > 1:
@@ -637,8 +623,8 @@ def attention_kernel(
         token = (t - start) * walk.step + walk.offset  # each warp's first one, in its part
         at = (block * cache.KV + kv_head) * cache.KV_BLOCK + token % cache.KV_BLOCK
         block_ptr = cache.kv + at * cache.d
-        # The next step's block number is loaded one step early. If keys and values had to wait for
-        # that load, the compiler would keep a single buffer for them and nothing would overlap.
+        # The next step's block number is loaded one step early: if keys and values had to wait for
+        # it, the compiler would give them a single buffer, and nothing would overlap.
         block = load_block_numbers(cache, walk, t + 1)
         k, v, valid = load_step(cache, block_ptr, token, tokens, T)
         seen = valid[:, None, :] & ((whose < 0) | (j // G == whose))[None, :, None]
@@ -701,8 +687,8 @@ def swiglu_kernel(
     gate, up = finish_linear(y, M, row, (loaded_gate, loaded_up), (0, 1))
     gate *= rstd
     up *= rstd
-    # silu(gate) = gate * sigmoid(gate), and sigmoid is the square of this: rsqrt is one
-    # instruction, a division is many.
+    # silu(gate) = gate * sigmoid(gate), and sigmoid is the square of this. rsqrt is one
+    # instruction, a division many.
     root = tl.rsqrt(1 + tl.exp(-gate))
     out = out_ptr + row[:, None] * F + col[None, :]
     tl.store(out, gate * root * root * up, mask=(row < M)[:, None])
@@ -711,18 +697,17 @@ def swiglu_kernel(
 # -----------------------------------------------------------------------------
 # The draw
 #
-# A token is the inverse CDF of the softmax at one uniform number u: the first token, in the order
-# of the vocabulary, at which the probabilities add up to more than u. A row has 152 thousand
-# logits, so this takes two kernels. chunk_kernel, one program to a chunk of 2,048 logits, writes
-# the chunk's largest logit and its mass. pick_kernel, one program to a row, then finds the chunk,
-# and the token inside it:
+# A token is the inverse CDF of the softmax at a uniform number u: the first token, in the order of
+# the vocabulary, at which the probabilities add up to more than u. A row has 152 thousand logits,
+# so this takes two kernels. chunk_kernel, one program a chunk of 2,048 logits, writes the chunk's
+# largest logit and its mass. pick_kernel, one program a row, then finds the chunk and the token
+# inside it:
 #
 #     masses of the chunks   | 0.1 | 0.4 |   0.3   | 0.2 |          they add up to 1.0; u = 0.62
 #                            0    0.1   0.5   ^    0.8    1
 #     in the third chunk     target 0.62 - 0.5 = 0.12: the token at which its own terms pass 0.12
 #
-# So only one chunk of the logits is read a second time. sampler.draw does the same to the whole
-# row.
+# So only one chunk of the logits is read twice. sampler.draw_tokens does the same to a whole row.
 
 @triton.jit
 def logit_scale(logits: LogitChunks, row):
@@ -767,11 +752,10 @@ def uniform(key, pos):
 @triton.jit
 def inverse_cdf(masses, i, target):
     """-> the first i that has mass and at which masses (of places i) add up to more than target,
-    and the target less everything in front of that place, at least 0.
-
-    The sums are made in blocks and round differently, so from one place to the next they can fall
-    by an ulp, and what is left can come out a little below 0.
+    and the target less everything before that place, at least 0.
     """
+    # Sums are made in blocks and round differently: from one place to the next they can fall by an
+    # ulp, and the rest can come out a little below 0.
     has_mass = masses > 0
     last = tl.max(tl.where(has_mass, i, 0), axis=0)  # if the target is not reached at all
     reached = has_mass & (tl.cumsum(masses, axis=0) > target)
@@ -818,8 +802,8 @@ def pick_kernel(
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
     tl.store(logprobs_ptr + step * stride + row, logprob)
-    # The same as the last lines of sampler.TorchEngine.decode. A row that is not alive changes
-    # nothing but `step`.
+    # As in the last lines of sampler.TorchEngine.decode. A row that is not alive changes only
+    # `step`.
     alive = tl.load(state.alive + row)
     ended = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
     goes_on = (ended == 0) & (pos + alive < tl.load(state.limit + row))
@@ -836,25 +820,23 @@ def pick_kernel(
 # -----------------------------------------------------------------------------
 # The learner's twins
 #
-# Each has the name and the arguments of the function that it stands for, whose docstring says what
-# it computes; here stands what makes it fast.
+# Each has the name and arguments of the function that it replaces, whose docstring says what it
+# computes; these say what makes it fast.
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """torch.compile, without the block sizes that it would choose by timing.
-
-    For a kernel with a sum it would try two of them and keep the faster one. Each adds in another
-    order, so that a resumed run or another rank could get other bits.
-    """
+    """torch.compile, without the block sizes that it would choose by timing."""
+    # For a kernel with a sum it would try two and keep the faster one. Each adds in another order,
+    # so a resumed run or another rank could get other bits.
     return torch.compile(function, options={"dynamic_scale_rblock": False})
 
 
 def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Tensor:
     """Twin of ops.elementwise: one kernel for the forward and one for the backward."""
-    if not torch.is_grad_enabled():  # a prefill's few passes are not worth the compiling
+    if not torch.is_grad_enabled():  # a prefill's few passes are not worth compiling for
         return function(x, *rest)
-    # Only the number of tokens is dynamic. Were the width dynamic too, indexing would cost every
-    # element an integer division.
+    # Only the number of tokens is dynamic: a dynamic width would cost every element an integer
+    # division.
     for t in (x, *rest):                         # a weight (D,) may happen to be as long as x
         if isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[0] == x.shape[0]:
             torch._dynamo.maybe_mark_dynamic(t, 0)
@@ -863,7 +845,7 @@ def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Ten
 
 def attend_spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                  spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of attention.attend_spans: torch's own FlashAttention for sequences of many lengths."""
+    """Twin of attention.attend_spans: torch's FlashAttention for sequences of many lengths."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
         spans.causal, False)[:2]
@@ -871,12 +853,10 @@ def attend_spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 def attend_spans_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                           out: torch.Tensor, lse: torch.Tensor, spans: Spans) -> tuple:
-    """Twin of attention.attend_spans_backward: FlashAttention's, with the same bits in every run.
-
-    By default it adds dq up by atomics, in any order. Only torch's global switch for deterministic
-    algorithms makes it keep an order, so that is set around the call. The switch would also fill
-    every new tensor with NaN, which takes time, hence the second one.
-    """
+    """Twin of attention.attend_spans_backward: FlashAttention's, with equal bits in every run."""
+    # By default it adds dq up by atomics, in any order. Only torch's global switch for
+    # deterministic algorithms gives it an order, so that is set around the call. The switch would
+    # also fill every new tensor with NaN, which takes time, hence the second one.
     unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # dropout's seed and offset
     switch = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory
@@ -893,9 +873,7 @@ def attend_spans_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor,
           other_lse: torch.Tensor) -> None:
-    """Twin of attention.merge, which takes a dozen passes over `out`: here one program does all of
-    a token in one.
-    """
+    """Twin of attention.merge: one program a token, in one pass over `out`."""
     T, H, d = out.shape
     merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
                      BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
@@ -910,7 +888,7 @@ def merge_kernel(
     other_lse_ptr,     # as lse_ptr
     other_stride, H, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Two softmaxes of one token over two sets of keys, weighted by what each has of the mass."""
+    """Two softmaxes of one token over two sets of keys, weighted by their shares of the mass."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     col = tl.arange(0, BLOCK_D)
@@ -920,18 +898,18 @@ def merge_kernel(
     both = top + tl.log(tl.exp(a - top) + tl.exp(b - top))
     at = token * H * D + head[:, None] * D + col[None, :]
     live = (head < H)[:, None] & (col < D)[None, :]
-    mine = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(a - both)[:, None]
-    its = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(b - both)[:, None]
+    out = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(a - both)[:, None]
+    other = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(b - both)[:, None]
     # Every warp loads the lse of the heads whose `out` it computes, and a single warp stores all of
-    # them. It waits here, or a slower warp would load what it has stored already.
+    # them. It waits here, or a slower warp would load what is stored already.
     tl.debug_barrier()
-    tl.store(out_ptr + at, mine + its, mask=live)
+    tl.store(out_ptr + at, out + other, mask=live)
     tl.store(lse_ptr + head * lse_stride + token, both, mask=head < H)
 
 
 def swiglu(y: torch.Tensor, rstd: torch.Tensor, h: torch.Tensor,
            keep: bool = True) -> torch.Tensor | None:
-    """Twin of ops.swiglu, which reads y once; a program does 1,024 columns of one row."""
+    """Twin of ops.swiglu: y is read once; a program does 1,024 columns of a row."""
     F = h.shape[1]
     rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
     swiglu_forward_kernel[y.shape[0], triton.cdiv(F, 1024)](
@@ -965,9 +943,8 @@ def swiglu_forward_kernel(
 
 def swiglu_backward(y: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor,
                     dy: torch.Tensor) -> torch.Tensor:
-    """Twin of ops.swiglu_backward, which reads y and dh once and writes dy once.
-
-    A program does a whole row, since drstd is a sum over it.
+    """Twin of ops.swiglu_backward: y and dh are read once, dy is written once. A program does a
+    whole row, since drstd is a sum over it.
     """
     drstd = torch.empty_like(rstd)
     swiglu_backward_kernel[y.shape[0],](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd,
@@ -1011,9 +988,7 @@ def swiglu_backward_kernel(
 
 def softmax_at(products: torch.Tensor, scale: torch.Tensor, targets: torch.Tensor, live: int,
                dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Twin of ops.softmax_at: a program reads one row of logits twice; the reference moves each row
-    twenty times.
-    """
+    """Twin of ops.softmax_at: a program reads a row of logits twice."""
     c, V = products.shape
     sums = products.new_empty(3, c)
     ahead = products.new_empty(c, V, dtype=dtype) if dtype else None
@@ -1032,8 +1007,8 @@ def softmax_at_kernel(
     c, V, live, BLOCK: tl.constexpr,
 ):
     """One row, in two passes. The first keeps a running softmax in each of BLOCK lanes, where lane
-    i sees columns i, i + BLOCK and so on, and joins the lanes once, at its end. The second writes
-    the gradient.
+    i sees columns i, i + BLOCK and so on, and joins the lanes at its end. The second writes the
+    gradient.
     """
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_ptr + row)
@@ -1044,8 +1019,8 @@ def softmax_at_kernel(
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        # Masked by V, not by `live`: `live` is odd (151,665), and an odd bound would split the
-        # loads of 16 bytes into loads of 4. What lies past it is taken out on the next line.
+        # Masked by V, not by `live`, which is odd (151,665): an odd bound would split loads of 16
+        # bytes into loads of 4. The next line takes out what is past it.
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
         logit = tl.where(col < live, logit, LOWEST)
         higher = tl.maximum(top, logit)
@@ -1071,10 +1046,8 @@ def softmax_at_kernel(
 
 def dequantize_codes(packed: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor,
                      dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Twin of nvfp4.dequantize_codes, for MXFP4 and NF4 (NVFP4 on a GPU is a PackedWeight).
-
-    Without it NVFP4 would be compared with torch's temporaries, not with these formats.
-    """
+    """Twin of nvfp4.dequantize_codes, for MXFP4 and NF4 (NVFP4 on a GPU is a PackedWeight)."""
+    # Without it NVFP4 would be compared with torch's temporaries, not with these formats.
     N, K_bytes = packed.shape
     if out is not None and out.dtype != dtype:   # the kernel rounds to what it stores
         return out.copy_(dequantize_codes(packed, scale, levels, dtype))

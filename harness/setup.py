@@ -36,7 +36,7 @@ from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
 from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
-from sampler import KV_BLOCK, Sampler, engine_for
+from sampler import KV_BLOCK, Sampler
 from tasks import plugin
 from weights import (
     ModelFolder,
@@ -79,21 +79,21 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     """
     began = time.perf_counter()
     wanted = settings.memory
-    device, kernels = choose_device(wanted.device, settings.model.model)
+    device = choose_device(wanted.device, settings.model.model)
     memory.bound(wanted.memory_gib, device)
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     folder, tokenizer, problems, held_out = read_problems(settings)
     console.greet(settings, problems, held_out, device)
-    if kernels:
-        say(f"decode kernels: {kernels}, on {torch.cuda.get_device_name(device)}")
+    if device.type == "cuda":
+        say(f"on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
     flags = without_places(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out, settings.data.reward)
     check_same_on_all_ranks(flags)
-    if kernels:
+    if device.type == "cuda":
         memory.check_size(settings.model, qwen.ModelConfig.from_json(folder.config),
                           memory.free_memory(wanted.memory_gib))
-    model = read_model(settings, folder, tokenizer, problems, device, kernels)
+    model = read_model(settings, folder, tokenizer, problems, device)
     flags["weights_sha256"] = model.folder.sha256()
     if before:
         check_unchanged(before, flags)
@@ -106,9 +106,8 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
                       optim.max_grad_norm, optim.weight_decay)
     limits = memory.Limits(wanted.memory_gib, None, wanted.micro_batch_tokens)
-    sampler = divide_memory(model, learner, engine_for(kernels), limits, settings.rollout,
-                            settings.data.max_prompt_tokens, len(held_out),
-                            limits_at_start(before, limits))
+    sampler = divide_memory(learner, limits, settings.rollout, settings.data.max_prompt_tokens,
+                            len(held_out), limits_at_start(before, limits))
     flags["memory_plan"] = limits._asdict() | {
         "kv_gib": sampler.engine.kv.nbytes / 2**30, "max_rows": sampler.max_rows,
         "micro_batch_tokens": learner.micro_batch_tokens}
@@ -172,7 +171,7 @@ def check_unchanged(before: dict, flags: dict) -> None:
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, kernels: str | None) -> qwen.Qwen:
+               device: torch.device) -> qwen.Qwen:
     """-> the model of --base and --calibrate, with a new adapter, that of --adapter, or all of its
     weights trainable.
     """
@@ -184,8 +183,8 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
-                                       kernels, "gptq", min(512, settings.rollout.max_new_tokens),
-                                       general.seed)
+                                       "gptq", general.seed,
+                                       min(512, settings.rollout.max_new_tokens))
         gather([])                               # the other ranks wait here
         folder = ModelFolder(calibrated)
     model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
@@ -206,8 +205,8 @@ def loss_of(objective: Objective) -> grpo.Loss:
     """--loss, with the values of the flags that were given."""
     given = {"clip_low": objective.clip_low, "clip_high": objective.clip_high,
              "correction": objective.correction, "kl_beta": objective.kl_beta}
-    return dataclasses.replace(grpo.LOSSES[objective.loss],
-                               **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(grpo.LOSSES[objective.loss], **given)
 
 
 def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:
@@ -221,12 +220,13 @@ def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits
     return memory.Limits(**before["memory_plan"])._replace(memory_gib=limits.memory_gib)
 
 
-def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: memory.Limits,
-                  rollout: Rollout, max_prompt_tokens: int, num_held_out: int,
+def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
+                  max_prompt_tokens: int, num_held_out: int,
                   began: memory.Limits | None = None) -> Sampler:
-    """-> the sampler, with this engine (see sampler.engine_for) and its KV pool. Sets the learner's
+    """-> the sampler of the learner's model, with its KV pool. Sets the learner's
     micro_batch_tokens and kept_layers. began: see limits_at_start; replaces `limits` if it fits.
     """
+    model = learner.model
     longest = max_prompt_tokens + rollout.max_new_tokens
     limits = limits._replace(max_rows=rollout.max_rows)
     # Of what a step samples, and of what is held out, each rank has its share.
@@ -246,12 +246,12 @@ def divide_memory(model: qwen.Qwen, learner: Learner, engine: Callable, limits: 
             plan = plan_of(limits)
         plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks,
         rows = min(gather([plan.max_rows]))      # and one number of rows
-        sampler = Sampler(engine, model, longest, rows, plan.pool / 2**30)
+        sampler = Sampler(model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
     else:
         rows = min((began or limits).max_rows or memory.MAX_ROWS[0], answers)
-        sampler = Sampler(engine, model, longest, rows, (began or limits).kv_gib)
+        sampler = Sampler(model, longest, rows, (began or limits).kv_gib)
         tokens = (began or limits).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations are cheaper to keep than to compute again.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
@@ -301,22 +301,14 @@ def begin(run: Run) -> Progress:
 
 
 # -----------------------------------------------------------------------------
-# Where a process computes, and which kernels decode there
+# Where a process computes
 
-def choose_device(name: str | None, model: str | Path) -> tuple[torch.device, str | None]:
-    """--device and --model of a program -> the device, and which kernels decode there: "hopper",
-    "portable", or None on a CPU. UserError for what this machine does not have.
-    """
-    device = device_of(name, model)
-    return device, kernels_for(device)
-
-
-def device_of(name: str | None, model: str | Path) -> torch.device:
+def choose_device(name: str | None, model: str | Path) -> torch.device:
     """--device -> the device, which becomes torch's current one: Triton launches there. Under
     torchrun it is this rank's GPU; without a name, a GPU if there is one, else the CPU.
 
-    UserError if there is no such device, or if a model would be downloaded for a CPU that
-    --device cpu does not ask for.
+    UserError if there is no such device, if the kernels do not run on it, or if a model would be
+    downloaded for a CPU that --device cpu does not ask for.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -333,13 +325,13 @@ def device_of(name: str | None, model: str | Path) -> torch.device:
     if index >= torch.cuda.device_count():
         raise UserError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    load_kernels(device)
+    return device
 
 
-def kernels_for(device: torch.device) -> str | None:
-    """Which kernels decode on a device. UserError for a GPU that cannot run them."""
-    if device.type != "cuda":
-        return None
+def load_kernels(device: torch.device) -> None:
+    """Registers fast/ for this GPU. UserError if its kernels do not run there."""
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
         raise UserError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
     major, minor = torch.cuda.get_device_capability(device)
@@ -348,8 +340,7 @@ def kernels_for(device: torch.device) -> str | None:
                         f"(sm_{major}{minor}): the kernels need sm_80 (Ampere) or later")
     if not importlib.util.find_spec("triton"):
         raise UserError(f"--device {device}: a GPU needs Triton: pip install triton")
-    import fast  # noqa: F401, late: it needs Triton, and registers the kernels
-    return "hopper" if major == 9 else "portable"
+    import fast  # noqa: F401, late: it needs Triton
 
 
 def configure_cpu(model) -> None:

@@ -21,7 +21,8 @@ DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\ne
     (?: \s+ (?:be|equals?|to|the|an?|answer|value|really|certainly|simply|just|exactly) )*
     [\s$(\[{\\:]* \#
     | \# [\s$)\]}\\,]* (?:(?:which|that|it)\s+)? (?:
-        (?:(?:is|was|seems) (?:n['’]t|\s+not) | (?:cannot|can['’]t)\s+be) (?:\s+(?:the|an?|my|final))*
+        (?:(?:is|was|seems) (?:n['’]t|\s+not) | (?:cannot|can['’]t)\s+be)
+        (?:\s+(?:the|an?|my|final))*
         \s+ (?:answer|solution|correct|right|valid|true|possible|it)
       | (?:is|was|seems) \s+ (?:wrong|incorrect|false|invalid|impossible) ) \b""",
                     re.VERBOSE | re.IGNORECASE)

@@ -32,7 +32,7 @@ from tiny_qwen2 import TARGETS, merged, plain_logits
 from lora import load_adapter
 from model import load
 from prompts import Tokenizer, encode_prompts
-from sampler import Sampler, Sampling, TorchEngine
+from sampler import Sampler, Sampling
 from tasks.problems import load_problems
 
 TEXTS = 4                                         # problems whose logits are compared
@@ -76,7 +76,7 @@ def compare(name, ours, theirs, exact, without=None):
 @torch.no_grad()
 def compare_answers(name, ours, theirs, prompts, end_ids, length):
     """Greedy answers to every prompt, by our sampler and by transformers' generate()."""
-    sampler = Sampler(TorchEngine, ours, max_length=max(map(len, prompts)) + length, kv_gib=1)
+    sampler = Sampler(ours, max_length=max(map(len, prompts)) + length, kv_gib=1)
     mine = sampler.generate(prompts, 1, Sampling(length, tuple(end_ids), temperature=0)).completions
     equal = 0
     for prompt, completion in zip(prompts, mine):

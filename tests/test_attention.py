@@ -27,7 +27,7 @@ def test_positions_restart_with_every_packed_sequence():
 def test_rows_are_laid_out_as_worked_out_by_hand():
     # The example of lay_out's docstring.
     assert lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == Layout([1, 2, 7], [2], [[1, 0]], [1, 2, 1])
-    # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has branches.
+    # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has suffixes.
     rows = [[1, 2, 3, 4], [5, 6, 9], [1, 2, 6], [1, 2, 3, 4], [7, 8, 1], [7, 8, 2]]
     assert lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2]) == Layout(
         [1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0], [0], [0, 0]], [1, 6, 1, 2, 3, 5, 5])
@@ -42,13 +42,13 @@ def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
             for _ in range(draw.randint(1, 4)):
                 rows.append(prompt + draw.choices((1, 2), k=draw.choice((1, 1, 2, 4))))
                 starts.append(len(prompt))
-        tokens, lengths, branches, predictors = astuple(lay_out(rows, starts))
+        tokens, lengths, suffixes, predictors = astuple(lay_out(rows, starts))
         left, seen = iter(tokens), []                                     # seen: what each place attends to
-        trunks = [[next(left) for _ in range(n)] for n in lengths]
-        tails = [(trunk, [next(left) for _ in range(n)]) for trunk, b in zip(trunks, branches) for n in b]
-        for trunk, tail in [([], trunk) for trunk in trunks] + tails:
-            seen += [trunk + tail[:i + 1] for i in range(len(tail))]
-        assert PackedAttention(lengths, "cpu", branches).positions.tolist() == [len(s) - 1 for s in seen]
+        prefixes = [[next(left) for _ in range(n)] for n in lengths]
+        tails = [(prefix, [next(left) for _ in range(n)]) for prefix, b in zip(prefixes, suffixes) for n in b]
+        for prefix, tail in [([], prefix) for prefix in prefixes] + tails:
+            seen += [prefix + tail[:i + 1] for i in range(len(tail))]
+        assert PackedAttention(lengths, "cpu", suffixes).positions.tolist() == [len(s) - 1 for s in seen]
         assert len(tokens) == len(seen)
         assert [seen[p] for p in predictors] == [r[:t] for r, s in zip(rows, starts) for t in range(s, len(r))]
 
@@ -57,7 +57,7 @@ def test_a_group_is_laid_out_with_its_prompt_once():
     # 8 samples of 3 tokens after a prompt of 5: the prompt, then what each sample's last token does not predict.
     rows = [[9] * 5 + [s, s, s] for s in range(8)]
     layout = lay_out(rows, [5] * 8)
-    assert len(layout.tokens) == 5 + 8 * 2 and (layout.trunks, layout.branches) == ([5], [[2] * 8])
+    assert len(layout.tokens) == 5 + 8 * 2 and (layout.prefixes, layout.suffixes) == ([5], [[2] * 8])
     assert layout.predictors == [place for s in range(8) for place in (4, 5 + 2 * s, 6 + 2 * s)]
 
 
@@ -70,14 +70,14 @@ def whole_sequences(q, k, v, prompts, groups):
         rows = [t[at].transpose(0, 1) for t in (q, k, v)]
         return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(0, 1)
     out, start, tail = [], 0, sum(prompts)
-    trunks = []
+    prefixes = []
     for p in prompts:
-        trunks.append(list(range(start, start + p)))
-        out.append(one(trunks[-1]))
+        prefixes.append(list(range(start, start + p)))
+        out.append(one(prefixes[-1]))
         start += p
-    for trunk, group in zip(trunks, groups):
+    for prefix, group in zip(prefixes, groups):
         for n in group:
-            out.append(one(trunk + list(range(tail, tail + n)))[len(trunk):])
+            out.append(one(prefix + list(range(tail, tail + n)))[len(prefix):])
             tail += n
     return torch.cat(out)
 

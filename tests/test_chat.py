@@ -18,7 +18,7 @@ from test_prompts import TEMPLATES, save_tokenizer
 import lora
 import model as qwen
 from prompts import STYLES, Tokenizer
-from sampler import Sampler, Sampling, TorchEngine
+from sampler import Sampler, Sampling
 from tools import chat as chat_py
 from tools.chat import Chat
 
@@ -38,7 +38,7 @@ def model():
 
 
 def new_chat(tokenizer, model, length=512, style="boxed", new=48):
-    return Chat(tokenizer, Sampler(TorchEngine, model, length, 1), style, Sampling(new, tokenizer.end_ids, 0.0))
+    return Chat(tokenizer, Sampler(model, length, 1), style, Sampling(new, tokenizer.end_ids, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, mo
     model = qwen.load(TINY, "bf16", "cpu", live_vocab=tokenizer.vocab_size)
     lora.load_adapter(model, run_folder / "adapter")
     prompt = tokenizer.chat(QUESTIONS[0], STYLES["tags"][1])
-    sampler = Sampler(TorchEngine, model, 512, 1)
+    sampler = Sampler(model, 512, 1)
     completion, = sampler.generate([prompt], 1, Sampling(20, tokenizer.end_ids, 0.0)).completions
     with_adapter = capsys.readouterr().out
     assert with_adapter == chat_py.printable(tokenizer.decode(completion)) + "\n"

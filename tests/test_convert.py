@@ -103,8 +103,8 @@ def test_calibration_takes_the_problems_style_and_seed_of_its_flags(tmp_path, mo
     for n, count in (("4", 4), ("100", 9)):                # no more than there are
         assert run(monkeypatch, "nvfp4", TINY, tmp_path / "out", "--calibrate", n, "--data", tmp_path / "sums.jsonl",
                    "--prompt-style", "tags", "--seed", "5") is None
-        folder, tokenizer, some, _, kernels, longest, seed = asked[-1]
-        assert (folder.path, kernels, longest, seed) == (TINY, None, 512, 5)
+        folder, tokenizer, some, _, longest, seed = asked[-1]
+        assert (folder.path, longest, seed) == (TINY, 512, 5)
         questions = [f"{i} + 1" for i in epoch_order(9, 5, 0)[:count]]
         assert [problem.question for problem in some] == questions
         request, system = STYLES["tags"]

@@ -40,9 +40,9 @@ import nvfp4
 import sampler
 from aqn import noisy_norms
 from fast import decode, hopper_fp4, kernels
-from harness.setup import kernels_for
+from files import UserError
 from ops import mm_fp32
-from sampler import Rows, Sampling
+from sampler import DecodeBatch, Sampling
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -55,7 +55,7 @@ runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GP
 SETTINGS = {"fp32": (torch.float32, None), "fp16": (torch.float16, None)}
 if GPU:
     SETTINGS = {f"bf16-{matmul}": (torch.bfloat16, matmul)
-                for matmul in dict.fromkeys((kernels_for(torch.device("cuda")), "portable"))}
+                for matmul in (["hopper"] if torch.cuda.get_device_capability()[0] == 9 else []) + ["portable"]}
 DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
 
@@ -514,7 +514,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
 
 def random_rows(n, width, gen):
     pos = torch.randint(0, 250, (n,), generator=gen, device=DEVICE)
-    return Rows(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
+    return DecodeBatch(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
                 prefix=(torch.rand(n, generator=gen, device=DEVICE) * (pos + 1)).long(), limit=pos + 100,
                 siblings=torch.ones_like(pos),
                 key=torch.randint(0, 2**62, (n,), generator=gen, device=DEVICE),
@@ -629,12 +629,12 @@ def test_a_group_is_cut_by_what_a_program_of_its_graph_takes(monkeypatch):
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", look)
     gen = torch.Generator(DEVICE).manual_seed(0)
     model, _, _ = small_engine("bf16", gen, 0, 256, (1024, 128, 1, 16, 8, 128), BF16)
-    answers = sampler.Sampler(functools.partial(decode.GraphEngine, kernels=MATMUL), model, 64, 256)
+    answers = sampler.Sampler(model, 64, 256, engine=functools.partial(decode.GraphEngine, kernels=MATMUL))
     engine = answers.engine
     engine.table = torch.zeros(256, 3, dtype=torch.int64, device=DEVICE)
     for n, most in ((1, 1), (32, 1), (33, 2), (64, 2), (65, 4), (100, 4), (129, 8), (256, 8)):
         plans.clear()
-        rows = answers._rows(answers._sequences([[5] * 9], n, Sampling(4), None))
+        rows = answers._decode_batch(answers._sequences([[5] * 9], n, Sampling(4), None))
         with torch.no_grad():
             engine.step(engine.batch_size(n), sampling())
         assert [plan.SIBLINGS for plan in plans] == [most] and rows.siblings.max() == most and rows.siblings.sum() == n
@@ -671,7 +671,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours(gen):
     again = engine.decode(rows, 4, sampling())
     assert all(torch.equal(x, y) for x, y in zip(first, again))
     order = torch.tensor([6, 2, 4, 0, 5], device=DEVICE)             # 5 rows and 7 rows both run as 8
-    moved = engine.decode(Rows(*(t[order] for t in rows)), 4, sampling())
+    moved = engine.decode(DecodeBatch(*(t[order] for t in rows)), 4, sampling())
     assert torch.equal(first[1][:, order], moved[1]) and torch.equal(first[0][:, order], moved[0])
 
 
@@ -717,10 +717,21 @@ def test_a_short_prefill_is_a_graph_that_writes_what_an_eager_one_does_and_nothi
         model.layers[1].input_norm.noise.normal_(0, 0.1)
 
 
-def test_a_program_gets_the_engine_of_its_kernels():
-    assert sampler.engine_for(None) is sampler.TorchEngine
-    engine = sampler.engine_for("portable")
-    assert engine.func is decode.GraphEngine and engine.keywords == {"kernels": "portable"}
+def test_engine_follows_the_device():
+    assert sampler.engine_for(torch.device("cpu")) is sampler.TorchEngine
+    assert sampler.engine_for(torch.device("cuda")) is decode.GraphEngine
+
+
+@pytest.mark.parametrize("sm,kernels,want", [
+    (90, None, "hopper"), (90, "portable", "portable"), (90, "hopper", "hopper"), (80, None, "portable"),
+    (89, None, "portable"), (100, "portable", "portable"), (120, None, "portable"), (86, "hopper", None)])
+def test_decode_matmul_follows_the_gpu(sm, kernels, want, monkeypatch):
+    monkeypatch.setattr(decode, "capability", lambda device: divmod(sm, 10))
+    if want is None:
+        with pytest.raises(UserError, match="--kernels hopper"):
+            decode.decode_matmul_for(torch.device("cuda"), kernels)
+    else:
+        assert decode.decode_matmul_for(torch.device("cuda"), kernels).__name__ == f"{want}_matmul"
 
 
 @gpu
@@ -733,7 +744,7 @@ def test_greedy_completions_of_groups_are_those_of_full_forwards(P, G, qwen3_hea
     prompts = [torch.randint(2311, (n,), generator=gen, device=DEVICE).tolist() for n in lengths]
     limits = torch.randint(10, 50, (P * G,), generator=gen, device=DEVICE).tolist()
     engine = functools.partial(decode.GraphEngine, kernels=MATMUL)
-    rollouts = sampler.Sampler(engine, model, 200, P * G * 3 // 4).generate(
+    rollouts = sampler.Sampler(model, 200, P * G * 3 // 4, engine=engine).generate(
         prompts, G, Sampling(limits, temperature=0.0))
     assert [len(completion) for completion in rollouts.completions] == limits
     same = 0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness.setup import choose_device, configure_cpu, device_of, kernels_for
+from harness.setup import choose_device, configure_cpu, load_kernels
 
 
 @pytest.mark.parametrize("name,named", [
@@ -22,38 +22,39 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=named):
-        device_of(name, "nowhere")
-    assert device_of("cpu", "nowhere") == device_of(None, ".") == torch.device("cpu")
+        choose_device(name, "nowhere")
+    assert choose_device("cpu", "nowhere") == choose_device(None, ".") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("capability,want", [
-    ((9, 0), "hopper"), ((8, 0), "portable"), ((8, 9), "portable"), ((10, 0), "portable"), ((12, 0), "portable"),
-    ((7, 5), "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later")])
-def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, want, fake_gpu, monkeypatch):
+@pytest.mark.parametrize("capability,refused", [
+    ((9, 0), ""), ((8, 0), ""), ((12, 0), ""),
+    ((7, 5), "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"),
+    ((7, 0), "--device cuda: a GPU (sm_70): the kernels need sm_80 (Ampere) or later")])
+def test_a_gpu_without_the_kernels_is_refused_in_one_line(capability, refused, fake_gpu, monkeypatch):
     fake_gpu(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     gpu = torch.device("cuda")
-    if want in ("hopper", "portable"):
-        assert kernels_for(gpu) == want
+    if not refused:
+        load_kernels(gpu)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        want = "--device cuda: a GPU needs Triton: pip install triton"
+        refused = "--device cuda: a GPU needs Triton: pip install triton"
     with pytest.raises(ValueError) as error:
-        kernels_for(gpu)
-    assert str(error.value) == want
+        load_kernels(gpu)
+    assert str(error.value) == refused
 
 
-def test_a_program_is_told_its_device_and_its_kernels(fake_gpu, monkeypatch):
-    assert choose_device("cpu", "nowhere") == (torch.device("cpu"), None)
+def test_a_program_is_told_its_device(fake_gpu, monkeypatch):
+    assert choose_device("cpu", "nowhere") == torch.device("cpu")
     fake_gpu((8, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert choose_device(None, "nowhere") == (torch.device("cuda", 0), "portable")
+    assert choose_device(None, "nowhere") == torch.device("cuda", 0)
 
 
 def test_an_amd_gpu_is_refused_in_one_line(fake_gpu, monkeypatch):
     fake_gpu((9, 0))                                                      # what ROCm reports of an MI200: not a Hopper
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ValueError, match="^--device cuda: an AMD GPU; the kernels run on NVIDIA GPUs only$"):
-        kernels_for(torch.device("cuda"))
+        load_kernels(torch.device("cuda"))
 
 
 def test_a_gradient_that_rows_share_is_always_added_up_in_one_order_on_a_cpu():

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import grpo
 import train
 from examples import calculator
 from model import load
 from prompts import Tokenizer
-from sampler import Rollouts, Row, Sampler, Sampling, TorchEngine
+from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.plugin import Reward
 from tasks.problems import Problem
 
@@ -39,7 +40,8 @@ def test_the_shaping_of_my_reward_never_outvotes_the_task(score):
         graded = [dict(parts=parts, task=parts["correct"]) for parts in (better, worse)]
         answers = Rollouts([Row([1], [2], torch.zeros(1), finished=True) for _ in graded])
         rows = train.score(lambda *_: graded, [], answers).rows
-        first, second = train.compare(rows, 2, "none").tolist()
+        task, shaping = train.column(rows, "task"), train.column(rows, "shaping")
+        first, second = grpo.group_advantages(task, 2, "none", shaping).tolist()
         assert first > 0 > second
 
 
@@ -56,7 +58,7 @@ def test_the_calculator_counts_like_a_clock(text, result):
 def test_a_conversation_has_the_log_probs_of_one_forward_pass_and_masks_what_the_tool_said():
     model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
     tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
-    sampler = Sampler(TorchEngine, model, 160)
+    sampler = Sampler(model, 160)
     prompts = [tokenizer.chat(f"Tom has {n} boxes with 8 cards each and sells 4. How many cards are left?")
                + tokenizer.encode("Step by step: ") for n in (6, 7)]
     sampling = Sampling(40, tokenizer.end_ids, 1.0, seed=3)

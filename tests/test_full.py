@@ -27,7 +27,7 @@ from files import UserError
 from harness.config import read_settings
 from learner import AdamW, Batch, Learner
 from model import load
-from sampler import Sampler, Sampling, TorchEngine
+from sampler import Sampler, Sampling
 from tools import convert
 
 runs = test_train.runs                           # the fixture
@@ -48,7 +48,7 @@ def some_step(model, loss, noise=0.15):
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])
     weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], loss, LIMIT)
-    return Batch(rollouts.rows, grpo.group_advantages(rewards, 4)), weights
+    return Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group")), weights
 
 
 # -----------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model)
-    sampler = Sampler(TorchEngine, model, 64)                             # made before, as its graphs are on a GPU
+    sampler = Sampler(model, 64)                             # made before, as its graphs are on a GPU
     addresses = [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
     before = {name: t.clone() for name, t in weights.tensors(weights.master.data)}
     for name, t in before.items():
@@ -107,7 +107,7 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
                                           [len(row.prompt) for row in rollouts.rows], TEMPERATURE)
         drawn = torch.cat([row.logprobs for row in rollouts.rows])
         torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 of test_lora.py
-        batch = Batch(rollouts.rows, grpo.group_advantages(torch.arange(8.0), 4))
+        batch = Batch(rollouts.rows, grpo.group_advantages(torch.arange(8.0), 4, "group"))
         assert learner.update(batch, grpo.token_weights(rollouts.sampled(), learner.loss, 12), lr=1e-2).grad_norm > 0
     assert addresses == [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
     assert all(not torch.equal(t, before[name]) for name, t in weights.tensors(weights.master.data))
@@ -126,7 +126,7 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
 
 def test_a_parameter_takes_18_bytes(tiny, monkeypatch):
     monkeypatch.setattr(Learner, "OPTIMIZER", AdamW)
-    model = load(tiny["tied"].folder, "bf16", "cpu", "bfloat16")
+    model = load(tiny["tied"].folder, "bf16", "cpu", torch.bfloat16)
     weights = full.attach(model)
     learner = some_learner(model)
     held = sum(t.nbytes for t in learner.tensors().values()) + weights.master.grad.nbytes + weights.working.nbytes

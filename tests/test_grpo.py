@@ -62,7 +62,7 @@ class Toy:
         self.W = torch.randn(V, D, generator=g, dtype=torch.float64, requires_grad=True)
         self.rollout = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
         self.old = self.logprobs().detach() + 0.15 * torch.randn(T, generator=g, dtype=torch.float64)
-        self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4)
+        self.advantages = group_advantages(torch.randint(0, 2, (B,), generator=g).float(), 4, "group")
         self.mask = torch.rand(B, generator=g) < 0.8
 
     def logprobs(self):
@@ -91,15 +91,15 @@ class Toy:
 
 def test_group_advantages_by_hand_with_the_sample_std():
     # (1, 0, 0, 0): mean 1/4, sum of squares 9/16 + 3/16 = 3/4, over G - 1 = 3 is 1/4, std 1/2.
-    got = group_advantages(torch.tensor([1.0, 0, 0, 0, 0, 2, 2, 4]), 4)
+    got = group_advantages(torch.tensor([1.0, 0, 0, 0, 0, 2, 2, 4]), 4, "group")
     # (0, 2, 2, 4): mean 2, sum of squares 8, std sqrt(8/3).
     want = [.75 / .5001, -.25 / .5001, -.25 / .5001, -.25 / .5001, -2 / (math.sqrt(8 / 3) + 1e-4), 0, 0,
             2 / (math.sqrt(8 / 3) + 1e-4)]
     assert got.tolist() == pytest.approx(want, rel=1e-6)
 
 
-# Each value of --advantage-scale: the advantages of rewards (1, 0, NaN, 1, 0) with extra (-1, 0, 5, 0, -1), by hand.
-# The mean reward is 1/2 and each square 1/4, so over n - 1 = 3 the variance is 1/3; the mean of extra is -1/2.
+# Each value of --advantage-scale: the advantages of rewards (1, 0, NaN, 1, 0) with shaping (-1, 0, 5, 0, -1), by hand.
+# The mean reward is 1/2 and each square 1/4, so over n - 1 = 3 the variance is 1/3; the mean of shaping is -1/2.
 BY_HAND = {"group": [x / (3**-0.5 + 1e-4) for x in (.5, -.5, 0, .5, -.5)], "none": [.5, -.5, 0, .5, -.5]}
 
 
@@ -119,9 +119,9 @@ def test_without_a_scale_advantages_are_the_distances_from_the_mean():
 
 
 def test_extra_is_added_undivided_and_only_where_rewards_differ():
-    # Means of the extra -1/2 and 1/4; the rewards' own advantages are those of the first test.
-    task, extra = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, -1.0, 0, -1, 0.5, 0, 0, 0.5])
-    got = group_advantages(task, 4, extra=extra)
+    # Means of the shaping -1/2 and 1/4; the rewards' own advantages are those of the first test.
+    task, shaping = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([0, -1.0, 0, -1, 0.5, 0, 0, 0.5])
+    got = group_advantages(task, 4, "group", shaping=shaping)
     want = [.75 / .5001 + .5, -.25 / .5001 - .5, -.25 / .5001 + .5, -.25 / .5001 - .5, 0, 0, 0, 0]
     assert got.tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
     # An unscorable row is in neither mean: of -1 and 0 it is -1/2.
@@ -151,11 +151,11 @@ def test_a_length_penalty_teaches_nothing_in_groups_without_right_and_wrong_answ
         mass = advantages.abs()
         return tuple((mass[rows].sum() / mass.sum()).item() for rows in (~mixed, (task == 0) & (advantages > 0)))
 
-    summed = group_advantages(task + penalty, 8)                          # the penalty as part of the reward
+    summed = group_advantages(task + penalty, 8, "group")                          # the penalty as part of the reward
     assert shares(summed) == pytest.approx((0.439, 0.212), abs=0.001)
     within = torch.where(mixed, summed, 0.0)                              # the same, in mixed groups alone
     assert shares(within) == pytest.approx((0, 0.0052), abs=1e-4)
-    assert shares(group_advantages(task, 8, extra=penalty)) == pytest.approx((0, 0.0001), abs=1e-4)
+    assert shares(group_advantages(task, 8, "group", shaping=penalty)) == pytest.approx((0, 0.0001), abs=1e-4)
 
 
 @pytest.mark.parametrize("scale", grpo.SCALES)
@@ -172,13 +172,13 @@ def test_large_rewards_are_told_apart_and_rounding_is_no_difference():
     assert group_advantages(large, 4, "none").tolist() == [-1.5, -0.5, 0.5, 1.5]
     rounded = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.3], dtype=torch.float64)
     assert informative_groups(torch.tensor([1.0, 1.0 + 1e-8, 1.0, 1.0], dtype=torch.float64), 4).item()
-    extra = torch.tensor([1.0, 0, 0, 0])
-    assert group_advantages(rounded, 4, "group", extra).tolist() == [0] * 4
+    shaping = torch.tensor([1.0, 0, 0, 0])
+    assert group_advantages(rounded, 4, "group", shaping).tolist() == [0] * 4
 
 
 def test_unscorable_rows_are_outside_mean_and_std():
-    got = group_advantages(torch.tensor([1.0, NAN, 0, 0, 0] + [NAN] * 4 + [3.0]), 5)
-    alone = group_advantages(torch.tensor([1.0, 0, 0, 0]), 4)
+    got = group_advantages(torch.tensor([1.0, NAN, 0, 0, 0] + [NAN] * 4 + [3.0]), 5, "group")
+    alone = group_advantages(torch.tensor([1.0, 0, 0, 0]), 4, "group")
     assert got[[0, 2, 3, 4]].tolist() == alone.tolist()
     assert got[[1, 5, 6, 7, 8, 9]].tolist() == [0] * 6                    # NaN itself; a group with one scorable row
 
@@ -294,8 +294,8 @@ def test_gradient_equals_autograd_of_the_textbook_formula(monkeypatch, loss, cor
     monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # so that it binds often
     toy = Toy()
     got, _ = toy.gradient(loss, [range(16)], correction=correction)
-    anchor = toy.rollout if correction == "ppo" else toy.old
-    ratio, gap = (toy.logprobs() - anchor).exp(), (anchor - toy.rollout).exp()
+    proximal = toy.rollout if correction == "ppo" else toy.old
+    ratio, gap = (toy.logprobs() - proximal).exp(), (proximal - toy.rollout).exp()
     assert ((ratio < .8) | (ratio > 1.28)).sum() > 3                          # the clip has something to do
     assert correction == "ppo" or 3 < (gap > 1.2).sum() < len(gap) - 3
     factors = {"truncate": gap.clamp(max=1.2), "off": 1.0, "ppo": 1.0}

@@ -23,7 +23,7 @@ BOTTOM = ["env", "files", "ranks"]
 ROWS = [BOTTOM, ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"], ["train", "evaluate"],
         ["tools", "study"]]
 # The two imports that wait: `import fast` needs Triton, so it comes once a GPU is chosen; Hopper's kernel needs Gluon.
-DOORS = {("harness.setup", "kernels_for"): "fast", ("fast.decode", "decode_matmul_for"): "fast.hopper_fp4"}
+DOORS = {("harness.setup", "load_kernels"): "fast", ("fast.decode", "decode_matmul_for"): "fast.hopper_fp4"}
 
 
 def assert_none(problems):

@@ -44,7 +44,7 @@ def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_n
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
-    batch = Batch(rollouts.rows, grpo.group_advantages(rewards, 4))
+    batch = Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group"))
     weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
     return learner, tensors, batch, weights
 

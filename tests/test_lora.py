@@ -15,7 +15,7 @@ from tiny_qwen2 import SHAPES, merged, plain_logits, random_adapter, set_adapter
 import nvfp4
 from lora import Linear, attach, load_adapter, save_adapter
 from model import load
-from sampler import Sampler, Sampling, TorchEngine
+from sampler import Sampler, Sampling
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
 
@@ -61,11 +61,11 @@ def test_of_two_adapters_that_are_loaded_in_turn_a_sampler_takes_the_last(tiny, 
     # As in a notebook that compares the adapters of a run on one model.
     case, answers = tiny["tied"], {}
     fresh = load(case.folder, base="bf16", device="cpu")
-    sampler = Sampler(TorchEngine, fresh, 40, 1)
+    sampler = Sampler(fresh, 40, 1)
     for name, rank in (("a", 4), ("b", 3)):
         trained, _ = adapted(case, rank=rank, seed=rank)
         save_adapter(trained, tmp_path / name)
-        answers[name] = Sampler(TorchEngine, trained, 40, 1).generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions
+        answers[name] = Sampler(trained, 40, 1).generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions
     assert answers["a"] != answers["b"]
     for name in ("a", "b", "a"):
         load_adapter(fresh, tmp_path / name)

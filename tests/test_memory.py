@@ -23,7 +23,7 @@ from harness.memory import GIB, Limits, Plan
 from learner import AdamW, Learner
 from lora import attach
 from model import ModelConfig, load
-from sampler import Sampler, TorchEngine
+from sampler import Sampler
 from tools.bench import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -238,7 +238,7 @@ def test_the_sampler_has_room_for_a_ranks_share_of_the_answers(loaded, monkeypat
     model = copy.deepcopy(loaded)
     attach(model, rank=4)
     sizes = Rollout(prompts_per_step=3, group_size=2, max_new_tokens=8, max_rows=max_rows)
-    sampler = setup.divide_memory(model, Learner(model, grpo.LOSSES["dapo"]), TorchEngine, Limits(), sizes, 8, held_out)
+    sampler = setup.divide_memory(Learner(model, grpo.LOSSES["dapo"]), Limits(), sizes, 8, held_out)
     assert sampler.max_rows == rows
 
 
@@ -284,7 +284,7 @@ def test_a_pool_for_few_rows_holds_one_of_full_length(gpu, rows, limit):
     # It needs (3 + 2) x 32 tokens, which is more than one row of 96 and more than half of two or three. Of 8 GiB 1.2
     # are left, where three layers of 1 GiB want them all.
     plan = gpu.plan(limit, tokens=200, rows=rows)
-    sampler = Sampler(TorchEngine, gpu.model, PROMPT + NEW, rows, plan.pool / GIB)
+    sampler = Sampler(gpu.model, PROMPT + NEW, rows, plan.pool / GIB)
     assert len(sampler.pool) >= 4                                         # without number 0
     assert plan.kept_layers == (3 if limit == 80 else 1)
 
@@ -338,21 +338,21 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
         def dry_step(self):
             return self
 
-    def sampler(engine, model, longest, rows, kv_gib):
+    def sampler(model, longest, rows, kv_gib):
         return SimpleNamespace(engine=SimpleNamespace(kv=SimpleNamespace(nbytes=kv_gib * GIB)), pool=range(9))
 
     monkeypatch.setattr(memory, "Plan", Measured)
     monkeypatch.setattr(setup, "Sampler", sampler)
     model = SimpleNamespace(device=torch.device("cuda"), layers=range(4))
-    learner = SimpleNamespace(adapter=SimpleNamespace(master=torch.zeros(5)), loss=grpo.LOSSES["dapo"])
+    learner = SimpleNamespace(model=model, adapter=SimpleNamespace(master=torch.zeros(5)), loss=grpo.LOSSES["dapo"])
     began = Limits(kv_gib=3.0, micro_batch_tokens=16384)
-    made = setup.divide_memory(model, learner, None, Limits(), Rollout(), 512, 0, began)
+    made = setup.divide_memory(learner, Limits(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
     said = capsys.readouterr().out
     assert ("began with another division" in said) == (free < 3)
     if free < 3:
         with pytest.raises(UserError, match="only 2.00 GiB are left"):              # of a new run it ends the start
-            setup.divide_memory(model, learner, None, began, Rollout(), 512, 0)
+            setup.divide_memory(learner, began, Rollout(), 512, 0)
 
 
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
@@ -405,7 +405,7 @@ def test_where_all_layers_keep_their_activations_a_narrow_model_gets_larger_micr
 
 @pytest.mark.parametrize("gib,largest", [(30, 8192), (48, 16384)])
 def test_larger_micro_batches_leave_the_kv_pool_whole(gpu, monkeypatch, gib, largest):
-    # 256 sequences take 16 GiB. Micro-batch and three layers take 7 GiB with 8,192 tokens and 14 with 16,384; 0.6, 2 and
+    # 256 sequences take 16 GiB. Micro-batch and 3 layers take 7 GiB with 8,192 tokens and 14 with 16,384; 0.6, 2 and
     # 3 % are gone.
     gpu.token_bytes = GIB / 8192
     c = gpu.model.config

@@ -215,7 +215,7 @@ def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, 
     want.backward(upstream.double())
     x, rstd = x.requires_grad_(), rstd.requires_grad_()
     padded = torch.cat([head, 30 * torch.randn(padding, D)])              # rows nobody trains may well be large
-    got, entropy = token_logprobs(x, rstd, padded, targets, V, temperature)
+    got, entropy = token_logprobs(x, rstd / temperature, padded, targets, V)
     got.backward(upstream)
     assert not entropy.requires_grad
     # 50 terms of size ~3 in fp32: 50 * 3 * 2^-24 = 1e-5.

@@ -129,9 +129,8 @@ def compile_for(sm, M):
     inputs = MatmulInputs(of_x, 3584, codes, scales, of_x, 4608, 3584, 96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
-        kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 7, 8, config.BM, config.num_stages,
-                                        config.batch, True, sm >= 90, grid=(1,), num_warps=config.num_warps,
-                                        launch_pdl=sm >= 90)
+        kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 7, 8, config, True, sm >= 90,
+                                        grid=(1,), num_warps=config.num_warps, launch_pdl=sm >= 90)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
         cubin.write_bytes(kernel.asm["cubin"])

@@ -18,6 +18,7 @@ import fuzz_rewards
 import pytest
 import torch
 
+import grpo
 import train
 from files import Stopped, UserError
 from grpo import group_advantages
@@ -465,8 +466,8 @@ def test_nan_and_the_largest_reward_are_allowed(plug_ins):
     assert parts["good"] == 1 and math.isnan(parts["bad"])
     assert Reward("mine:largest")("", PROBLEM, [""]) == {"reward": -1e15}
     rewards = torch.tensor([-1e15, 1e15] * 500)                           # no square of them is beyond fp32
-    assert torch.equal(group_advantages(rewards, 1000).sign(), rewards.sign())
-    assert group_advantages(rewards, 1000).abs().allclose(torch.ones(1000), rtol=1e-2)
+    assert torch.equal(group_advantages(rewards, 1000, "group").sign(), rewards.sign())
+    assert group_advantages(rewards, 1000, "group").abs().allclose(torch.ones(1000), rtol=1e-2)
 
 
 @pytest.mark.parametrize("completion", ["a", ""])
@@ -497,13 +498,17 @@ def scored(graded):
     return train.score(lambda problems, rows: graded, [], Rollouts(rows)).rows
 
 
+def advantages_of(rows, scale):
+    return grpo.group_advantages(train.column(rows, "task"), 2, scale, train.column(rows, "shaping"))
+
+
 def test_shaping_is_learned_from_only_where_the_other_parts_differ():
     """Two groups of two answers: in the first one is right, in the second both are."""
     parts = [{"right": 1, "shaping": -0.25}, {"right": 0, "shaping": 0.0}, {"right": 1, "shaping": -0.5}, {"right": 1}]
     rows = [dict(task=float(part["right"]), format=1.0, length=3, parts=part) for part in parts]
     rows = scored(rows)
     assert [row.graded["reward"] for row in rows] == [0.75, 0.0, 0.5, 1.0]
-    assert train.compare(rows, 2, "none").tolist() == [0.5 - 0.125, -0.5 + 0.125, 0, 0]
+    assert advantages_of(rows, "none").tolist() == [0.5 - 0.125, -0.5 + 0.125, 0, 0]
 
 
 def test_shaping_counts_beside_rewards_that_are_too_large_to_add_it_to():
@@ -512,7 +517,7 @@ def test_shaping_counts_beside_rewards_that_are_too_large_to_add_it_to():
     rows = scored(rows)
     assert rows[0].graded["reward"] - rows[0].graded["task"] == 0.25                    # rounding has made that of 0.3
     want = [math.sqrt(0.5) + 0.15, -math.sqrt(0.5) - 0.15]
-    assert train.compare(rows, 2, "group").tolist() == pytest.approx(want, rel=1e-6)
+    assert advantages_of(rows, "group").tolist() == pytest.approx(want, rel=1e-6)
 
 
 def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):

@@ -101,7 +101,7 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 tensors[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
-        sampler = Sampler(engine, model, max_length=110, max_rows=7)
+        sampler = Sampler(model, max_length=110, max_rows=7, engine=engine)
         rollouts = generate(sampler, prompts_of(101), max_new_tokens=45, temperature=0)
     assert [len(c) for c in rollouts.completions] == [45] * len(LENGTHS) and not any(finished(rollouts))
     # By induction over the tokens this is what a loop of full forwards writes.
@@ -118,7 +118,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
     model = load(case.folder, base=base, device="cpu")
     model.live_vocab = 90
     with torch.no_grad(), noisy_norms(model, 0.05, seed=1, step=3):
-        sampler = Sampler(WindowEngine, model, max_length=100, max_rows=8)
+        sampler = Sampler(model, max_length=100, max_rows=8, engine=WindowEngine)
         rollouts = generate(sampler, prompts_of(90), 3, max_new_tokens=35, temperature=temperature, seed=seed)
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature)
@@ -150,7 +150,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
                 prefills.extend(lengths)
                 super().prefill(tokens, blocks, lengths)
 
-        sampler = Sampler(Counting, model, max_length=130, max_rows=max_rows, kv_gib=kv_gib)
+        sampler = Sampler(model, max_length=130, max_rows=max_rows, kv_gib=kv_gib, engine=Counting)
         free = sorted(sampler.pool.free)
         out = generate(sampler, prompts, group_size, 60, places, end_ids=end_ids, temperature=1.3, seed=5)
         assert sorted(sampler.pool.free) == free
@@ -183,7 +183,7 @@ def test_the_default_pool_takes_half_of_what_bounds_the_process():
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
-        assert 2**26 < Sampler(TorchEngine, model, 1000, 10**6).engine.kv.nbytes <= 2**27
+        assert 2**26 < Sampler(model, 1000, 10**6).engine.kv.nbytes <= 2**27
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -192,7 +192,7 @@ def test_dead_vocabulary_is_never_sampled(tiny):
     model = load(tiny["untied"].folder, base="bf16", device="cpu")
     model.live_vocab = 60
     model.lm_head[60:] *= 10                                              # rows nobody trains may well be large
-    sampler = Sampler(TorchEngine, model, max_length=40, max_rows=64)
+    sampler = Sampler(model, max_length=40, max_rows=64)
     for temperature in (0, 1.5):
         rollouts = generate(sampler, prompts_of(60, (4, 9)), 16, max_new_tokens=30, temperature=temperature)
         assert max(max(c) for c in rollouts.completions) < 60
@@ -205,7 +205,7 @@ def test_dead_vocabulary_is_never_sampled(tiny):
 def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
     model, ends = load(tiny["tied"].folder, base="bf16", device="cpu"), {7, 60}
     for engine in (TorchEngine, WindowEngine):
-        sampler = Sampler(engine, model, max_length=60, max_rows=40)
+        sampler = Sampler(model, max_length=60, max_rows=40, engine=engine)
         rollouts = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, end_ids=ends, temperature=2.0)
         free = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, temperature=2.0)
         last = set()
@@ -224,7 +224,7 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
 def test_with_top_k_or_top_p_log_probs_are_over_the_tokens_that_are_kept(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
-    sampler = Sampler(TorchEngine, model, max_length=40, max_rows=64)
+    sampler = Sampler(model, max_length=40, max_rows=64)
     rollouts = generate(sampler, prompts_of(101, (3, 8)), 12, 20, temperature=temperature, top_k=top_k, top_p=top_p)
     sizes = set()
     for b, log_p in enumerate(distributions(case, case.tensors, rollouts, temperature or 1.0, 101)):
@@ -298,7 +298,7 @@ def test_sampled_tokens_follow_the_softmax(tiny):
     case, temperature = tiny["tied"], 1.5
     model = load(case.folder, base="bf16", device="cpu")
     prompt, n = [5, 80, 33], 20_000
-    rollouts = generate(Sampler(TorchEngine, model, 8, 5000), [prompt], n, 1, temperature=temperature, seed=2)
+    rollouts = generate(Sampler(model, 8, 5000), [prompt], n, 1, temperature=temperature, seed=2)
     counts = torch.tensor([c[0] for c in rollouts.completions]).bincount(minlength=101).double()
     expected = n * (plain_logits(case.raw, case.tensors, prompt)[-1] / temperature).softmax(-1)
     rare = expected < 10                                                  # these share one bin
@@ -380,7 +380,7 @@ class HashEngine(TorchEngine):
             self.values[block[n, pos], offset[n, pos]] = pos
             valid = (p <= pos[:, None]) & alive[:, None]
             ids, positions = self.keys[block, offset], self.values[block, offset]
-            assert (block[valid] > 0).all(), "a live row read the scratch block"
+            assert (block[valid] > 0).all(), "a running row read the scratch block"
             assert (positions == p)[valid].all(), "a slot holds another position's token"
             terms = scramble(np.where(valid, ids, 0).astype(np.uint64) << np.uint64(32) | p.astype(np.uint64))
             context = np.where(valid, terms, np.uint64(0)).sum(axis=1)
@@ -397,24 +397,24 @@ class AuditedSampler(Sampler):
     """Checks before every window that each kv_block is free or belongs to one prefix or one row, and none is lost."""
     preempted = waited = 0                                                # waited: windows with a prefix of no row
 
-    def _rows(self, live):
-        prefixes = {id(prefix): prefix for prefix in [*self.ahead, *(s.prefix for s in live)]}.values()
+    def _decode_batch(self, running):
+        prefixes = {id(prefix): prefix for prefix in [*self.ahead, *(s.prefix for s in running)]}.values()
         self.waited += any(prefix.blocks and not prefix.users for prefix in prefixes)
-        blocks = self.pool.free + [b for s in live for b in s.blocks]
+        blocks = self.pool.free + [b for s in running for b in s.blocks]
         blocks += [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
-        assert len(set(map(id, live))) == len(live) <= self.max_rows
-        for s in live:                                                    # no row holds one that it does not need yet
+        assert len(set(map(id, running))) == len(running) <= self.max_rows
+        for s in running:                                                 # no row holds one that it does not need yet
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
             assert len(s.blocks) * KV_BLOCK - own in range(KV_BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
-            assert prefix.users == sum(s.prefix is prefix for s in live)
-        rows, leader = super()._rows(live), 0
-        for row, (s, count) in enumerate(zip(live, rows.siblings.tolist())):
+            assert prefix.users == sum(s.prefix is prefix for s in running)
+        rows, leader = super()._decode_batch(running), 0
+        for row, (s, count) in enumerate(zip(running, rows.siblings.tolist())):
             leader = row if count else leader                             # rows [leader, leader + count): one prefix
-            most = self.engine.most_siblings(len(live))
-            assert s.prefix is live[leader].prefix and row - leader < rows.siblings[leader] <= most
-        assert rows.siblings.sum() == len(live)
+            most = self.engine.most_siblings(len(running))
+            assert s.prefix is running[leader].prefix and row - leader < rows.siblings[leader] <= most
+        assert rows.siblings.sum() == len(running)
         return rows
 
     def _release(self, s):
@@ -429,7 +429,7 @@ def test_three_thousand_random_requests_match_a_plain_loop():
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 3, 7, 24, 64])
         extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
-        sampler = AuditedSampler(HashEngine, model, max_length, max_rows, minimal_gib(model, max_length, extra))
+        sampler = AuditedSampler(model, max_length, max_rows, minimal_gib(model, max_length, extra), engine=HashEngine)
         for call in range(2):                                             # the second finds what the first left
             longest = rng.randint(1, max(1, max_length // rng.choice([2, 8])))
             lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 40))]
@@ -461,7 +461,7 @@ def test_three_thousand_random_requests_match_a_plain_loop():
 @pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
 def test_the_smallest_pool_holds_any_one_sequence(max_length):
     model = HashModel()
-    sampler = AuditedSampler(HashEngine, model, max_length, 4, minimal_gib(model, max_length))
+    sampler = AuditedSampler(model, max_length, 4, minimal_gib(model, max_length), engine=HashEngine)
     for length in range(1, max_length):
         prompt = [2 + i % 7 for i in range(length)]
         rollouts = generate(sampler, [prompt], 2, max_length - length, end_ids=ENDS)
@@ -485,8 +485,8 @@ def test_a_pool_that_holds_less_than_one_sequence_is_refused():
     message = f"less than one sequence of 97 tokens, which takes {need:.4g} GiB: more memory or shorter"
     for kv_gib in (minimal_gib(model, 97, extra=-1), 0):
         with pytest.raises(ValueError, match=re.escape(f"KV pool of {kv_gib:.4g} GiB holds {message}")):
-            Sampler(HashEngine, model, 97, kv_gib=kv_gib)
-    Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97))
+            Sampler(model, 97, kv_gib=kv_gib, engine=HashEngine)
+    Sampler(model, 97, kv_gib=minimal_gib(model, 97), engine=HashEngine)
 
 
 @pytest.mark.parametrize("kv_gib", [2**50, None])
@@ -494,11 +494,11 @@ def test_a_pool_that_cannot_be_allocated_is_refused(kv_gib, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**40)
     message = f"GiB of KV cache, for up to {10**15} sequences of 97 tokens: fewer or shorter ones take less"
     with pytest.raises(ValueError, match=f"^not enough memory for .* {message}$"):
-        Sampler(HashEngine, HashModel(), 97, max_rows=10**15, kv_gib=kv_gib)
+        Sampler(HashModel(), 97, max_rows=10**15, kv_gib=kv_gib, engine=HashEngine)
 
 
 def test_requests_that_do_not_fit_stop():
-    sampler = Sampler(HashEngine, HashModel(), 50)
+    sampler = Sampler(HashModel(), 50, engine=HashEngine)
     with pytest.raises(AssertionError, match=r"a prompt of 30 tokens \+ 21 new ones does not fit max_length=50"):
         generate(sampler, [[5] * 30], max_new_tokens=21)
     with pytest.raises(AssertionError, match="a prompt of 0 tokens"):
@@ -516,7 +516,7 @@ def test_requests_that_do_not_fit_stop():
 
 def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
-    sampler, prompts = Sampler(TorchEngine, model, max_length=70, max_rows=1), prompts_of(101, (40,))
+    sampler, prompts = Sampler(model, max_length=70, max_rows=1), prompts_of(101, (40,))
 
     def interrupt(made, sequences):
         raise KeyboardInterrupt
@@ -536,7 +536,7 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_where_its_token_counts(step
             logprobs[step, 0] = torch.nan
             return tokens, logprobs, made
 
-    sampler = Sampler(Broken, HashModel(), 50)
+    sampler = Sampler(HashModel(), 50, engine=Broken)
     if stops:
         with pytest.raises(Stopped, match="log-prob is not finite"):
             sampler.generate([[5]], 2, Sampling([2, 8]))
@@ -554,12 +554,12 @@ def test_long_prefills_are_split_into_batches(monkeypatch):
             super().prefill(tokens, blocks, lengths)
 
     prompts = [[3] * n for n in (31, 41, 1, 91, 11)]                      # prefixes of 30, 40, 0, 90 and 10 tokens
-    generate(Sampler(Recording, HashModel(), 120), prompts, 2, 3)
+    generate(Sampler(HashModel(), 120, engine=Recording), prompts, 2, 3)
     assert sizes == [[30, 40], [90], [10]]
 
 
 def test_a_window_ends_with_its_last_row():
-    sampler = Sampler(HashEngine, HashModel(), 50)                        # windows of 8
+    sampler = Sampler(HashModel(), 50, engine=HashEngine)                        # windows of 8
     assert generate(sampler, [[5], [6]], 1, 3).computed == 2 * 3
     assert sampler.generate([[5]], 2, Sampling([2, 11])).computed == 2 * 8 + 3
 
@@ -573,7 +573,7 @@ def test_a_row_waits_until_the_live_rows_can_grow_and_no_prefill_is_wasted():
             super().prefill(tokens, blocks, lengths)
 
     # Five kv_blocks; each of the three rows takes one for its prefix of 32 tokens, and one for its own 20.
-    sampler = Sampler(Recording, HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97))
+    sampler = Sampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=Recording)
     rollouts = generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
     assert sizes == [[32, 32], [32]] and rollouts.preempted == 0
 
@@ -587,15 +587,15 @@ def test_a_prefill_takes_the_prefixes_that_wait_next_along():
             super().prefill(tokens, blocks, lengths)
 
     prompts = [[3 + n] * n for n in (31, 41, 1, 21, 61, 11)]              # prefixes of 30, 40, 0, 20, 60 and 10 tokens
-    generate(Sampler(Recording, HashModel(), 120, max_rows=2), prompts, 2, 3)
+    generate(Sampler(HashModel(), 120, max_rows=2, engine=Recording), prompts, 2, 3)
     assert sizes == [[30, 40, 20], [60, 10]]
-    sizes.clear()                                                         # a pool that the live rows may need to grow
-    generate(Sampler(Recording, HashModel(), 120, 2, minimal_gib(HashModel(), 120, extra=4)), prompts, 2, 3)
+    sizes.clear()                                                      # a pool that the running rows may need to grow
+    generate(Sampler(HashModel(), 120, 2, minimal_gib(HashModel(), 120, extra=4), engine=Recording), prompts, 2, 3)
     assert sizes == [[30, 40], [20, 60], [10]]
     # Twelve kv_blocks, all of which the first two rows need in the end: one each for the prefix, five for 151 tokens.
     sizes.clear()
     prompts = [[3] * 2, [4] * 2, [5] * 61]
-    sampler = Sampler(Recording, HashModel(), 215, 2, minimal_gib(HashModel(), 215, extra=4))
+    sampler = Sampler(HashModel(), 215, 2, minimal_gib(HashModel(), 215, extra=4), engine=Recording)
     rollouts = generate(sampler, prompts, 1, 150)
     assert sizes == [[1, 1, 60], [60]] and rollouts.preempted == 0
 

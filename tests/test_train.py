@@ -333,7 +333,7 @@ def test_every_loss_and_option_runs(runs, flags):
     runs.run(name, *"--steps 1 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
     metrics, samples = runs.metrics(name), runs.samples(name)
     assert len(metrics) == 1 and len(samples) == 8
-    assert all(row["reward"] == row["task"] == row["correct"] and row["extra"] == 0 for row in samples)
+    assert all(row["reward"] == row["task"] == row["correct"] and row["shaping"] == 0 for row in samples)
     if "kl" in flags:
         assert metrics[0]["kl"] >= 0                                      # mean over two updates of the step's tokens
 

@@ -41,8 +41,9 @@ from harness.config import Rollout, add_flag, number
 from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner
 from lora import attach
+from ops import ON_GPU
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
-from sampler import Sampler, Sampling, engine_for
+from sampler import Sampler, Sampling
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -152,7 +153,7 @@ def random_bf16(*shape):
 def decode_figures(shapes, M, rank, kernels):
     """Figures of the decode matmul with M rows, for one layer."""
     from fast.decode import decode_matmul_for
-    decode_matmul = functools.partial(decode_matmul_for(kernels),
+    decode_matmul = functools.partial(decode_matmul_for(DEVICE, kernels),
                                       pdl=torch.cuda.get_device_capability(DEVICE) >= (9, 0))
     layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
     operands = []
@@ -201,8 +202,7 @@ def rollout(args: argparse.Namespace) -> Iterator[dict]:
     """The sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
     new = args.new or 512
-    sampler = Sampler(engine_for(args.kernels), model, args.prompt + new, max(args.batch),
-                      args.kv_gib)
+    sampler = Sampler(model, args.prompt + new, max(args.batch), args.kv_gib)
     for B in args.batch:
         yield load_figures(sampler, B, args.prompt, new)
 
@@ -217,14 +217,13 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
     lengths = [args.new] * B if args.new else drawn_lengths(B, 50, 1024, 300)
     longest = max(lengths)
     questions = random_prompts(learner.model, torch.randint(64, 257, (prompts,)).tolist())
-    advantages = grpo.group_advantages(torch.arange(B) % 2, G)   # so every row is trained on
+    advantages = grpo.group_advantages(torch.arange(B) % 2, G, "group")  # none is 0: all rows train
     mine = share(questions)
     limits = Sampling(share(torch.tensor(lengths).view(-1, G)).flatten().tolist())
     sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=longest,
                     max_rows=args.max_rows)
-    sampler = divide_memory(
-        learner.model, learner, engine_for(args.kernels),
-        memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens), sizes, 256, 0)
+    plan = memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
+    sampler = divide_memory(learner, plan, sizes, max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
         gather([])                               # all ranks begin together, and
         began = time.perf_counter()
@@ -284,8 +283,9 @@ def main() -> None:
     with env.one_line("bench"):
         if not torch.cuda.is_available():
             raise UserError("measures a GPU and there is none")
-        _, kernels = choose_device("cuda", args.model)
-        args.kernels = args.kernels or kernels
+        choose_device("cuda", args.model)
+        if args.kernels:
+            ON_GPU["GraphEngine"] = functools.partial(ON_GPU["GraphEngine"], kernels=args.kernels)
         say(json.dumps(vars(args) | env.provenance(torch.cuda.get_device_name())))
         for figures in COMMANDS[args.command](args):
             say(json.dumps(figures))

@@ -18,7 +18,7 @@ from evaluate import add_model_flags, load_model, open_model, parse
 from files import UserError, first_line
 from harness.config import add_flag
 from prompts import prompt_function
-from sampler import Sampler, Sampling, engine_for
+from sampler import Sampler, Sampling
 from tasks.problems import Problem
 
 LENGTH = 8192                                    # tokens of a conversation, if the model takes them
@@ -90,10 +90,10 @@ def main() -> None:
     with env.one_line("chat"):
         args, _ = parse(parser, "plain")
         with redirect_stdout(sys.stderr):        # stdout has only the answers
-            device, kernels, folder, tokenizer = open_model(args)
+            device, folder, tokenizer = open_model(args)
             model = load_model(args, device, folder, tokenizer)
         length = min(folder.max_positions, LENGTH)
-        sampler = Sampler(engine_for(kernels), model, length, max_rows=1)
+        sampler = Sampler(model, length, max_rows=1)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature or 0.0,
                             seed=args.seed)
         chat = Chat(tokenizer, sampler, args.prompt_style, sampling)

@@ -35,7 +35,7 @@ from weights import ModelFolder, model_tensors, save_model
 def convert_to_nvfp4(args: argparse.Namespace) -> None:
     """A 16-bit model -> the new folder args.out in NVFP4."""
     folder = ModelFolder(args.source)
-    device, kernels = choose_device(args.device, folder.path)
+    device = choose_device(args.device, folder.path)
     folder.choose_base("nvfp4")                  # says what is lost of a merged adapter
     if not args.calibrate:
         calibrate.to_nvfp4(calibrate.source_of(folder, device), args.out, "search")
@@ -44,7 +44,7 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer(folder.path, args.thinking)
     problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
     count = calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate,
-                                       device, kernels, "gptq", seed=args.seed)
+                                       device, "gptq", args.seed)
     tell(args.out, f"{args.source} in NVFP4, by answers to {count} problems of {args.data}")
 
 
@@ -54,7 +54,7 @@ def write_merged(args: argparse.Namespace) -> None:
     if trained.train == "full":
         raise UserError(f"{args.source}: was trained with --train full, so there is no adapter to "
                         f"merge; the model is {Path(args.source) / 'model'}")
-    device, _ = choose_device(args.device, args.source)
+    device = choose_device(args.device, args.source)
     adapter = Path(args.source) / "adapter"
     folder = ModelFolder(trained.model)
     model = qwen.load(folder, trained.base, device)

@@ -21,7 +21,7 @@ from harness.setup import configure_cpu
 from learner import Batch, Learner
 from model import load
 from prompts import Tokenizer, encode_prompts
-from sampler import Sampler, Sampling, TorchEngine
+from sampler import Sampler, Sampling
 from tasks.problems import load_problems, problems_at
 from weights import Shards
 
@@ -116,7 +116,7 @@ print("\na noisy norm before W, and W with noisy columns, give the same: "
 # %% 4. Eight answers
 # The sampler draws each token and records its log-prob. The random number is a hash of (seed,
 # place, number of the answer, position).
-sampler = Sampler(TorchEngine, model, max_length=128)
+sampler = Sampler(model, max_length=128)
 sampling = Sampling(MAX_NEW_TOKENS, tokenizer.end_ids, temperature=1.0, seed=SEED)
 with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
     rollouts = sampler.generate([problem.prompt], GROUP_SIZE, sampling, [PLACE])
@@ -145,7 +145,7 @@ for b, row in enumerate(graded):
 # %% 6. Their advantages
 # How many standard deviations is an answer above the mean of its group?
 by_hand = (reward - reward.mean()) / (reward.std() + 1e-4)
-advantages = grpo.group_advantages(reward, GROUP_SIZE)
+advantages = grpo.group_advantages(reward, GROUP_SIZE, "group")
 
 title("6. Their advantages")
 print(f"mean {reward.mean():.2f}, standard deviation {reward.std():.3f}")
@@ -193,7 +193,8 @@ def show_losses(policy):
             i = lengths[:b].sum() + t            # the token's index among those of all rows
             print(f"{b:3}  {text_of([rollouts.completions[b][t]])!r:9}"
                   f"{rollout_logprobs[i].exp():9.5f}{old[i].exp():10.5f}{policy[i].exp():9.5f}"
-                  f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}{losses[i]:9.4f}")
+                  f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}"
+                  f"{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, rollout_logprobs, old)
     total, _ = grpo.policy_loss(same, advantages, row_of_token, weight_of_token, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
@@ -256,7 +257,7 @@ for step in range(30):
     rewarded = torch.tensor([row["task"] for row in graded])
     finished = torch.tensor([row.finished for row in answers.rows])
     in_loss = grpo.loss_mask(answers.sampled(), rewarded, finished, mask_overlong=True)
-    learner.update(Batch(answers.rows, grpo.group_advantages(rewarded, GROUP_SIZE)),
+    learner.update(Batch(answers.rows, grpo.group_advantages(rewarded, GROUP_SIZE, "group")),
                    grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
 
 title("10. Thirty steps")
