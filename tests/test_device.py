@@ -78,7 +78,7 @@ def test_a_gradient_that_rows_share_is_always_added_up_in_one_order_on_a_cpu():
         torch.set_num_threads(2)
         configure_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
         sums = set()
-        for _ in range(1000):
+        for _ in range(300):
             x = torch.zeros(1500, 128, requires_grad=True)
             x[at].backward(upstream)
             sums.add(x.grad[5].sum().item())

@@ -220,7 +220,7 @@ def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
     assert sums["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", grpo.LOSSES)
+@pytest.mark.parametrize("loss", ["dapo", "gspo"])         # of a token's ratio and of a row's
 def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
     learner, _, *step = some_step(tiny, loss, base="nvfp4", clip_low=0.5, clip_high=0.5)
     gradients = []

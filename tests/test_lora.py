@@ -72,19 +72,6 @@ def test_of_two_adapters_that_are_loaded_in_turn_a_sampler_takes_the_last(tiny, 
         assert sampler.generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions == answers[name]
 
 
-@pytest.mark.parametrize("base", nvfp4.FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):
-    model, tokens = load(tiny["tied"].folder, base=base, device="cpu", dtype=dtype), tokens_of(tiny["tied"], 2, 13)
-    with torch.no_grad():
-        before = model(tokens)
-        attach(model, rank=8, alpha=16)
-        after = model(tokens)
-    # The same numbers and zeros; how a CPU's matmul orders its sums depends on how many there are.
-    assert (after - before).abs().max() < (FP32 if dtype == torch.float32 else 0.01 * before.std())
-    assert all(lin.a.abs().sum() > 0 and not lin.b.any() for lin in model.adapter.linears)
-
-
 @pytest.mark.parametrize("base", ["nvfp4", "bf16", "mxfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_with_b_zero_is_the_base_bit_for_bit(base, dtype):

@@ -66,14 +66,12 @@ def ragged_rows(tiny, lengths=(7, 2, 33, 2, 12)):
 # -----------------------------------------------------------------------------
 # Logits
 
-@pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_equal_a_float64_forward(tiny, tmp_path, shape, files):
+def test_logits_equal_a_float64_forward(tiny, shape):
     case = tiny[shape]
-    folder = write_folder(tmp_path / "model", case.raw, case.tensors, files)
     tokens = some_tokens(case, 3, 40)
     with torch.no_grad():
-        got = load(folder, base="bf16", device="cpu")(tokens)
+        got = load(case.folder, base="bf16", device="cpu")(tokens)
     assert got.dtype == torch.float32 and got.shape == (3, 40, case.raw["vocab_size"])
     assert (got - plain(case, tokens)).abs().max() < FP32
 
@@ -185,7 +183,7 @@ def dequantized(case, base):
     return case._replace(tensors=tensors)
 
 
-@pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), *product(("tied", "untied", "qwen3-tied"), nvfp4.FORMATS)])
+@pytest.mark.parametrize("shape,base", [*product(("tied",), nvfp4.FORMATS), *product(("ragged", "qwen3-tied"), ["nvfp4"])])
 def test_a_quantized_model_computes_what_its_decoded_weights_stand_for(tiny, tmp_path, shape, base):
     tokens, replaced = some_tokens(tiny[shape], 2, 15), dequantized(tiny[shape], base)
     with torch.no_grad():
@@ -215,7 +213,7 @@ def test_a_loaded_model_holds_the_checkpoints_tensors(tiny, shape):
         assert torch.equal(got[name], want.float()), name
 
 
-@pytest.mark.parametrize("base", nvfp4.FORMATS)
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
 def test_a_model_can_be_built_from_tensors_in_memory(tiny, base):
     case = tiny["untied"]
     model = Qwen(ModelConfig.from_json(case.raw), lambda name, *shape: case.tensors[name].view(shape),

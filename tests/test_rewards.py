@@ -235,17 +235,18 @@ ADVERSARIAL = [  # text, gold, right verdict
 @pytest.mark.parametrize("case", range(len(ADVERSARIAL)))
 def test_adversarial_texts_get_the_right_verdict_in_50_ms(case):
     text, gold, want = ADVERSARIAL[case]
-    seconds = []
     for _ in range(3):                                         # CPU time, best of 3: the machine may be shared
         start = time.process_time()
         assert grade(text, gold, last_number=True).correct == want
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05 * fuzz_rewards.slowness(), seconds
+        seconds = time.process_time() - start
+        if seconds < 0.05 * fuzz_rewards.slowness():
+            return
+    pytest.fail(f"{seconds:.3f} s")
 
 
 def test_random_texts_raise_nothing_and_verdicts_are_reflexive_symmetric_and_fast():
-    """Runs 2,000 random strings and mutated golds; `python tests/fuzz_rewards.py 1000000` runs more of them."""
-    assert fuzz_rewards.run(2_000)["failures"] == []
+    """Runs 700 random strings and mutated golds; `python tests/fuzz_rewards.py 1000000` runs more of them."""
+    assert fuzz_rewards.run(700)["failures"] == []
 
 
 # scores ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """
 What is sampled against plain float64 forwards of whole sequences, the randomness against SplitMix64's published
-numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that needs none, on 3,000 requests.
+numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that needs none, on 1,000 requests.
 
 python -m pytest tests/test_sampler.py -v
 """
@@ -86,9 +86,9 @@ def minimal_gib(model, max_length, extra=0):
 # -----------------------------------------------------------------------------
 # What is sampled
 
-@pytest.mark.parametrize("engine", [TorchEngine, WindowEngine])
-@pytest.mark.parametrize("policy,shape", [("base", "untied"), ("adapter", "untied"), ("noise", "untied"),
-                                          ("adapter", "qwen3-tied"), ("noise", "qwen3-untied")])
+@pytest.mark.parametrize("policy,shape,engine", [
+    ("base", "untied", TorchEngine), ("adapter", "untied", WindowEngine), ("noise", "untied", TorchEngine),
+    ("adapter", "qwen3-tied", WindowEngine), ("noise", "qwen3-untied", TorchEngine)])
 def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engine):
     case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
@@ -111,8 +111,7 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
         assert got.dtype == torch.float32 and (got - want.amax(-1)).abs().max() < FP32
 
 
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+@pytest.mark.parametrize("base,temperature", [("bf16", 0.5), ("nvfp4", 1.0), ("bf16", 1.6)])
 def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperature):
     case, seed = tiny["tied"], 11
     model = load(case.folder, base=base, device="cpu")
@@ -140,7 +139,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
 
 def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
     model = load(tiny["untied"].folder, base="nvfp4", device="cpu")
-    prompts, end_ids = prompts_of(101), (3, 17)
+    prompts, end_ids = prompts_of(101, (1, 5, 32, 33, 64, 65)), (3, 17)
 
     def rollouts(prompts=prompts, places=None, group_size=3, max_rows=64, kv_gib=None, engine=TorchEngine):
         prefills = []
@@ -219,8 +218,7 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
         assert not any(finished(free))
 
 
-@pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])
-@pytest.mark.parametrize("temperature", [0, 1.4])
+@pytest.mark.parametrize("top_k,top_p,temperature", [(5, 1.0, 0), (0, 0.7, 1.4), (8, 0.8, 0), (8, 0.8, 1.4)])
 def test_with_top_k_or_top_p_log_probs_are_over_the_tokens_that_are_kept(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
@@ -422,10 +420,10 @@ class AuditedSampler(Sampler):
         super()._release(s)
 
 
-def test_three_thousand_random_requests_match_a_plain_loop():
+def test_a_thousand_random_requests_match_a_plain_loop():
     rng, model = random.Random(0), HashModel()
     requests = preempted = told = stopped = shared = waited = 0
-    while requests < 3_000:
+    while requests < 1_000:
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 3, 7, 24, 64])
         extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
@@ -458,7 +456,7 @@ def test_three_thousand_random_requests_match_a_plain_loop():
     assert told == preempted and waited > 300
 
 
-@pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
+@pytest.mark.parametrize("max_length", [2, 32, 33, 65])
 def test_the_smallest_pool_holds_any_one_sequence(max_length):
     model = HashModel()
     sampler = AuditedSampler(HashEngine, model, max_length, 4, minimal_gib(model, max_length))
