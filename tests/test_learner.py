@@ -283,6 +283,13 @@ def test_the_step_is_adamw_by_hand_on_the_clipped_gradient(tiny):
         assert torch.equal(adapter.working, working_of(adapter))
 
 
+def test_the_clip_adds_1e_6_to_the_norm_as_torchs_does(tiny):
+    learner, _, batch, weights = some_step(tiny, max_grad_norm=1e-6)
+    norm = learner.update(batch, weights, lr=0.0).grad_norm
+    learner.update(batch, weights * (4e-6 / norm), lr=0.0)
+    assert learner.adapter.master.grad.norm().item() == pytest.approx(4 / 5 * 1e-6, rel=1e-3)
+
+
 def test_the_optimizer_is_torchs_adamw_and_the_formula():
     # Two numbers never get a gradient.
     g = torch.Generator().manual_seed(0)

@@ -7,7 +7,6 @@ python -m pytest tests/test_sampler.py -v
 import math
 import os
 import random
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapte
 
 import sampler as sampler_py
 from aqn import noisy_norms
-from files import Stopped
+from files import Stopped, UserError
 from lora import attach
 from model import load
 from sampler import (
@@ -434,10 +433,14 @@ def test_a_thousand_random_requests_match_a_plain_loop():
             prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
-            places, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
-            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), places,
-                                        lambda made, sequences: reported.append(
-                                            (made, [s.row for s in sequences if s.ended])))
+            places, ends, reported, oldest = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), [], []
+
+            def progress(made, sequences):
+                reported.append((made, [s.row for s in sequences if s.ended]))
+                assert not oldest or oldest[0] is sequences[0], "the oldest row was preempted"
+                oldest[:] = [s for s in sequences if not s.ended]
+
+            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), places, progress)
             assert len(rollouts.completions) == len(prompts) * group_size
             for b, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
                 assert prompt is prompts[b // group_size]
@@ -479,10 +482,8 @@ def test_a_pool_gives_out_every_block_but_the_first_once():
 
 def test_a_pool_that_holds_less_than_one_sequence_is_refused():
     model = HashModel()
-    need = minimal_gib(model, 97, extra=-0.5)                             # without its half a kv_block to spare
-    message = f"less than one sequence of 97 tokens, which takes {need:.4g} GiB: more memory or shorter"
     for kv_gib in (minimal_gib(model, 97, extra=-1), 0):
-        with pytest.raises(ValueError, match=re.escape(f"KV pool of {kv_gib:.4g} GiB holds {message}")):
+        with pytest.raises(UserError, match="sequence of 97 tokens"):
             Sampler(HashEngine, model, 97, kv_gib=kv_gib)
     Sampler(HashEngine, model, 97, kv_gib=minimal_gib(model, 97))
 
@@ -490,24 +491,18 @@ def test_a_pool_that_holds_less_than_one_sequence_is_refused():
 @pytest.mark.parametrize("kv_gib", [2**50, None])
 def test_a_pool_that_cannot_be_allocated_is_refused(kv_gib, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**40)
-    message = f"GiB of KV cache, for up to {10**15} sequences of 97 tokens: fewer or shorter ones take less"
-    with pytest.raises(ValueError, match=f"^not enough memory for .* {message}$"):
+    with pytest.raises(UserError, match=f"{10**15} sequences of 97 tokens"):
         Sampler(HashEngine, HashModel(), 97, max_rows=10**15, kv_gib=kv_gib)
 
 
 def test_requests_that_do_not_fit_stop():
     sampler = Sampler(HashEngine, HashModel(), 50)
-    with pytest.raises(AssertionError, match=r"a prompt of 30 tokens \+ 21 new ones does not fit max_length=50"):
-        generate(sampler, [[5] * 30], max_new_tokens=21)
-    with pytest.raises(AssertionError, match="a prompt of 0 tokens"):
-        generate(sampler, [[5], []], max_new_tokens=2)
-    for limits in (0, [3, 0], [3]):
-        with pytest.raises(AssertionError, match="need 2 limits above 0"):
-            generate(sampler, [[5]], group_size=2, max_new_tokens=limits)
-    with pytest.raises(ValueError, match="zip"):
-        generate(sampler, [[5], [6]], max_new_tokens=2, places=[1])
-    with pytest.raises(ValueError, match="zip"):                          # once an empty list meant the default
-        generate(sampler, [[5]], max_new_tokens=2, places=[])
+    for prompts, limits in (([[5] * 30], 21), ([[5], []], 2), ([[5]], 0), ([[5]] * 2, [3, 0]), ([[5]] * 2, [3])):
+        with pytest.raises(AssertionError):
+            generate(sampler, prompts, max_new_tokens=limits)
+    for places in ([1], []):                                              # an empty list is no default
+        with pytest.raises(ValueError):
+            generate(sampler, [[5], [6]], max_new_tokens=2, places=places)
     nothing = generate(sampler, [], max_new_tokens=2)
     assert nothing.completions == [] and nothing.idle == 0
 
