@@ -80,20 +80,6 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
-def what_failed(out, err, file):
-    """Of the output of a pytest: which tests failed, the first one's assertion and traceback, and how to run it."""
-    failed = re.findall(r"^(?:FAILED|ERROR) .*", out, re.M)
-    if not failed:                                          # it did not come to the tests
-        return (out + err)[-3000:]
-    name = re.search(r"::(\w+)", failed[0])
-    again = f"TRITON_INTERPRET=1 pytest -n 0 tests/{Path(file).name}" + (f" -k {name[1]}" if name else "")
-    first = re.search(r"^_{3,} [^\n]* _{3,}\n(.*?)(?=^_{3,} |^={3,} )", out, re.M | re.S)
-    traceback = first[1] if first else ""
-    assertion = re.findall(r"^E .*", traceback, re.M)[:20]
-    rest = re.sub(r"^E .*\n", "", traceback, flags=re.M)[-3000:]
-    return "\n".join([*failed, f"The first, which `{again}` runs:", *assertion, rest])
-
-
 @pytest.fixture
 def interpreted():
     """A function of a test file: runs it where Triton interprets the kernels, returns how many tests passed there.
@@ -107,7 +93,8 @@ def interpreted():
                    "-k", "not compile", file]
         done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
         if done.returncode:
-            pytest.fail(what_failed(done.stdout, done.stderr, file), pytrace=False)
+            again = f"TRITON_INTERPRET=1 pytest -n 0 {file}"
+            pytest.fail(f"{(done.stdout + done.stderr)[-6000:]}\n{again}", pytrace=False)
         return len(re.findall(rf"^PASSED .*{Path(file).name}::", done.stdout, re.M))
 
     return passed

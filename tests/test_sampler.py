@@ -593,20 +593,11 @@ def test_a_prefill_takes_the_prefixes_that_wait_next_along():
     assert sizes == [[1, 1, 60], [60]] and rollouts.preempted == 0
 
 
-def test_a_mask_tells_sampled_tokens_from_a_tools_and_ranks_with_and_without_one_add():
-    a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)])
-    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))])
-    assert (a + a).num_tokens == 6
-    assert (a + b).sampled().tolist() == [[True, False, False], [True, True, False], [True, False, True]]
-    assert (b + a).sampled().tolist() == [[True, False, True], [True, False, False], [True, True, False]]
-    assert (a + b).num_tokens == 5 and b.num_tokens == 2
-
-
-def test_rollouts_of_two_ranks_add():
+def test_rollouts_of_two_ranks_add_and_a_mask_tells_sampled_tokens_from_a_tools():
     a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)], 1.0, 6, 2)
-    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True)], 3.0, 4, 1)
+    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))], 3.0, 4, 1)
     both = a + b
-    assert both.completions == [[2], [3, 4], [8, 7, 6]] and both.num_tokens == 6
-    assert finished(both) == [True, False, True]
-    assert both.preempted == 3
-    assert both.seconds == 3.0 and (a.idle, both.idle) == pytest.approx((0.5, 0.4))
+    assert both.completions == [[2], [3, 4], [8, 7, 6]] and finished(both) == [True, False, True]
+    assert both.sampled().tolist() == [[True, False, False], [True, True, False], [True, False, True]]
+    assert (a.num_tokens, b.num_tokens, both.num_tokens, both.preempted, both.seconds) == (3, 2, 5, 3, 3.0)
+    assert (a.idle, both.idle) == pytest.approx((0.5, 0.5))
