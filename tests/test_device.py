@@ -9,19 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from files import UserError
 from harness.setup import KERNELS, choose_device, configure_cpu, device_of, kernels_for
 
 
-@pytest.mark.parametrize("name,named", [
-    ("abacus", "--device abacus: "), ("cuda:9", "--device cuda:9: torch sees"),
-    ("cpu:1", "expected cpu, cuda or cuda:N"),
-    ("meta", "--device meta: expected cpu"), ("mps", "--device mps: expected cpu"), ("", "--device : "),
-    (None, "--model nowhere: there is no such folder; to download a model, torch has to see a GPU "
-     r"\(--device cpu runs it on the CPU, far too slowly to train\)")])
-def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
+@pytest.mark.parametrize("name", ["abacus", "cuda:9", "cpu:1", "meta", "mps", "", None])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match="^--model nowhere: " if name is None else f"^--device {name}: "):
         device_of(name, "nowhere")
     assert device_of("cpu", "nowhere") == device_of(None, ".") == torch.device("cpu")
 
@@ -30,10 +26,8 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
     ((9, 0), "auto", "hopper"), ((9, 0), "portable", "portable"), ((9, 0), "hopper", "hopper"),
     ((8, 0), "auto", "portable"), ((8, 9), "auto", "portable"), ((12, 0), "auto", "portable"),
     ((10, 0), "portable", "portable"),
-    ((8, 6), "hopper", "--kernels hopper: a GPU (sm_86): it needs sm_90"),
-    ((10, 0), "hopper", "--kernels hopper: a GPU (sm_100): it needs sm_90"),
-    ((7, 5), "auto", "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"),
-    ((7, 0), "portable", "--device cuda: a GPU (sm_70): the kernels need sm_80 (Ampere) or later")])
+    ((8, 6), "hopper", "--kernels hopper: .*sm_86"), ((10, 0), "hopper", "--kernels hopper: .*sm_100"),
+    ((7, 5), "auto", "--device cuda: .*sm_75"), ((7, 0), "portable", "--device cuda: .*sm_70")])
 def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, wanted, want, fake_gpu, monkeypatch):
     fake_gpu(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -41,10 +35,9 @@ def test_the_kernels_are_chosen_by_the_gpu_and_refused_in_one_line(capability, w
     if want in KERNELS:
         assert kernels_for(gpu, wanted) == want
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        want = "--device cuda: a GPU needs Triton: pip install triton"
-    with pytest.raises(ValueError) as error:
+        want = "--device cuda: .*Triton"
+    with pytest.raises(UserError, match=f"^{want}"):
         kernels_for(gpu, wanted)
-    assert str(error.value) == want
 
 
 def test_a_program_is_told_its_device_and_its_kernels(fake_gpu, monkeypatch):
@@ -58,13 +51,13 @@ def test_an_amd_gpu_is_refused_in_one_line(fake_gpu, monkeypatch):
     fake_gpu((9, 0))                                                      # what ROCm reports of an MI200: not a Hopper
     monkeypatch.setattr(torch.version, "hip", "6.4")
     for wanted in ("auto", *KERNELS):
-        with pytest.raises(ValueError, match="^--device cuda: an AMD GPU; the kernels run on NVIDIA GPUs only$"):
+        with pytest.raises(ValueError, match="^--device cuda: .*AMD"):
             kernels_for(torch.device("cuda"), wanted)
 
 
 def test_a_cpu_has_no_kernels():
     assert kernels_for(torch.device("cpu"), "auto") is None
-    with pytest.raises(ValueError, match="--kernels portable is for a GPU, --device is cpu"):
+    with pytest.raises(ValueError, match="--kernels portable"):
         kernels_for(torch.device("cpu"), "portable")
 
 

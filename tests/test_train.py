@@ -706,7 +706,7 @@ def test_a_recipe_or_another_run_gives_the_settings_of_a_new_one(runs, whole):
     assert not {"out", "device", "memory_gib", "keep"} & flags.keys()
 
 
-def test_a_resumed_run_has_the_memory_that_it_began_with(runs):
+def test_a_resumed_run_has_the_memory_that_it_began_with_and_names_what_differs(runs):
     def pool(log):
         return re.search(r"KV pool of .*?micro-batches of [\d,]+ tokens", log)[0]
 
@@ -717,8 +717,10 @@ def test_a_resumed_run_has_the_memory_that_it_began_with(runs):
     path = runs.folder / "divided" / "run.json"
     had = json.loads(path.read_text())
     had["memory_plan"]["kv_gib"] = 0.002                                  # as of a start that had less
+    had["about"] |= {"hardware": "2 x 64 CPU cores, 32 threads", "program": "words.py"}
     path.write_text(json.dumps(had))
-    assert "KV pool of 0.00 GiB" in pool(runs.run("divided", "--resume", "--steps", "3"))
+    said = runs.run("divided", "--resume", "--steps", "3")
+    assert "KV pool of 0.00 GiB" in pool(said) and "32 threads" in said and "words.py" in said
 
 
 # -----------------------------------------------------------------------------
