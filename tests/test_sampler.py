@@ -48,12 +48,17 @@ def prompts_of(vocab, lengths=LENGTHS, seed=3):
     return [t.tolist() for t in flat.split(list(lengths))]
 
 
-def plain_uniform(key, position):
-    """Output number position + 1 of SplitMix64 started at `key`: its upper 23 bits, plus a half, over 2^23."""
-    z = (key + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+def splitmix64(seed, number=1):
+    """Its output of this number, counted from 1."""
+    z = (seed + number * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return ((z ^ z >> 31) // 2**41 + 0.5) / 2**23
+    return z ^ z >> 31
+
+
+def plain_uniform(key, position):
+    """The upper 23 bits of output number position + 1 of SplitMix64 started at `key`, plus a half, over 2^23."""
+    return (splitmix64(key, position + 1) // 2**41 + 0.5) / 2**23
 
 
 def distributions(case, tensors, rollouts, temperature, live_vocab):
@@ -267,6 +272,7 @@ def test_uniforms_are_splitmix64():
     for position in (0, 1, 255, 40_000):
         got = uniforms(torch.tensor(keys), torch.full((len(keys),), position))
         assert got.tolist() == [plain_uniform(key, position) for key in keys]
+    assert row_key(7, 5, 3) == splitmix64(splitmix64(splitmix64(7) + 5) + 3) // 2
 
 
 def chi_square(counts, expected):
@@ -319,8 +325,8 @@ def test_no_token_without_probability_is_drawn_where_a_sum_moves_by_an_ulp(monke
     # As a GPU's sum in blocks can: here it rises at token 1 and falls at token 3, which have no probability.
     monkeypatch.setattr(sampler_py, "running_sum", lambda p: torch.tensor([[0.25, 0.26, 0.75, 0.74, 1.0]]))
     logits = torch.tensor([[0.25, 0, 0.5, 0, 0.25]]).log()
-    drawn = {u: draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.255, 0.745, 0.76)}
-    assert drawn == {0.24: 0, 0.255: 2, 0.745: 2, 0.76: 4}
+    drawn = {u: draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.25, 0.745, 0.76)}
+    assert drawn == {0.24: 0, 0.25: 2, 0.745: 2, 0.76: 4}                 # 0.25 is not beyond the first token's sum
 
 
 # -----------------------------------------------------------------------------
