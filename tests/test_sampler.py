@@ -440,11 +440,15 @@ def test_a_thousand_random_requests_match_a_plain_loop():
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
             places, ends, reported, oldest = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), [], []
+            begun = set()                                                 # the sequences that have, and have not ended
 
             def progress(made, sequences):
                 reported.append((made, [s.row for s in sequences if s.ended]))
                 assert not oldest or oldest[0] is sequences[0], "the oldest row was preempted"
                 oldest[:] = [s for s in sequences if not s.ended]
+                assert begun <= {*sequences} or {*sequences} <= begun, "a new row came before one that was sent back"
+                begun.update(sequences)
+                begun.difference_update([s for s in begun if s.ended])
 
             rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), places, progress)
             assert len(rollouts.completions) == len(prompts) * group_size
