@@ -183,8 +183,8 @@ def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
 
 
 BF16 = torch.bfloat16
-# A whole step for each target, 7 s each, and of other heads the kernels that have them; test_portable_kernel.py compiles
-# the matmul for more numbers of rows. With TEST_ALL_TARGETS=1 all of them.
+# A whole step for each target, 7 s each, and of other heads the kernels that have them; test_portable_kernel.py has
+# more numbers of rows. With TEST_ALL_TARGETS=1 all of them.
 OF_HEADS = "heads_kernel", "attention_kernel"
 AS_LAUNCHED = [(90, "hopper", 64, SMALL, None), (80, "portable", 16, SMALL, None), (86, "portable", 64, SMALL, None),
                (100, "portable", 16, SMALL, None), (120, "portable", 1, SMALL, None),
@@ -555,7 +555,8 @@ def reference_logprobs(model, kv, rows, temperature):
 def test_a_step_draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen):
     if not GPU and (DTYPE == torch.float16) == bool(qwen3_head):
         pytest.skip("3 s each: the interpreter takes a Qwen2 in fp16 and a Qwen3 in fp32")
-    draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen, 2 if GPU or not qwen3_head else 1)
+    layers = 2 if GPU or not qwen3_head else 1
+    draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen, layers)
 
 
 def draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen, layers):
