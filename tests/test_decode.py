@@ -8,7 +8,6 @@ python -m pytest tests/test_decode.py -v
 """
 import functools
 import itertools
-import json
 import multiprocessing
 import os
 import re
@@ -27,7 +26,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from races import races
-from safetensors.torch import save_file
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr as const
@@ -184,20 +182,20 @@ def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
 
 
 BF16 = torch.bfloat16
-# Each target, number of rows, type and kind of heads at least once, 5 s each; test_portable_kernel.py compiles the
-# matmul in every combination. With TEST_ALL_TARGETS=1 all of them.
-AS_LAUNCHED = [(90, "hopper", 64, BF16, SMALL), (90, "hopper", 16, BF16, SMALL), (80, "portable", 16, BF16, SMALL),
-               (86, "portable", 64, BF16, SMALL), (89, "portable", 1, BF16, SMALL), (100, "portable", 16, BF16, SMALL),
-               (120, "portable", 1, BF16, SMALL), (86, "portable", 64, BF16, HEADS_14B),
-               (120, "portable", 64, BF16, HEADS_05B), (86, "portable", 256, BF16, HEADS_7B),
-               (120, "portable", 1, BF16, QWEN3["0.6b"]),
-               (90, "hopper", 64, BF16, QWEN3["4b"])]
+# A whole step for each target, 7 s each, and of other heads the kernels that have them; test_portable_kernel.py has
+# more numbers of rows. With TEST_ALL_TARGETS=1 all of them.
+OF_HEADS = "heads_kernel", "attention_kernel"
+AS_LAUNCHED = [(90, "hopper", 64, SMALL, None), (80, "portable", 16, SMALL, None), (86, "portable", 64, SMALL, None),
+               (100, "portable", 16, SMALL, None), (120, "portable", 1, SMALL, None),
+               (86, "portable", 256, HEADS_7B, OF_HEADS), (120, "portable", 64, HEADS_05B, OF_HEADS),
+               (90, "hopper", 64, QWEN3["4b"], OF_HEADS)]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB a program, of CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
-    AS_LAUNCHED = [*AS_LAUNCHED[:2], *itertools.product(SHARED, ["portable"], (1, 16, 64), [BF16], [SMALL]),
-                   *itertools.product(SHARED, ["portable"], (1, 64, 256), [BF16], (HEADS_05B, HEADS_7B, HEADS_14B)),
-                   *itertools.product(SHARED, ["portable"], (1, 64), [BF16], QWEN3.values()),
-                   *itertools.product([90], ["hopper"], (1, 64), [BF16], QWEN3.values())]
+    portable = [*itertools.product(SHARED, (1, 16, 64), [SMALL]),
+                *itertools.product(SHARED, (1, 64, 256), (HEADS_05B, HEADS_7B, HEADS_14B)),
+                *itertools.product(SHARED, (1, 64), QWEN3.values())]
+    AS_LAUNCHED = [*((90, "hopper", n, head, None) for n in (1, 16, 64) for head in (SMALL, *QWEN3.values())),
+                   *((sm, "portable", n, head, None) for sm, n, head in portable)]
 EMBED_STACK = 32                                                  # bytes on every sm: 2 / pi, for sines of large angles
 # Bytes that a kernel spills on an sm, outside of its inner loop: attention with heads of 128 at few rows on two of
 # them, and at 256 rows where 8 siblings share a program, as in Qwen3-0.6B (on sm_120 inside its loop, and only with the
@@ -208,17 +206,19 @@ STACK = {("attention_kernel", sm): 8 for sm in SHARED} | {("attention_kernel", 1
 @pytest.fixture(scope="module")
 def compiled():
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield {case: pool.submit(compile_step, *case) for case in AS_LAUNCHED}
+        yield [pool.submit(compile_step, sm, matmul, n, BF16, head, names=names)
+               for sm, matmul, n, head, names in AS_LAUNCHED]
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
-@pytest.mark.parametrize("sm,matmul,n,dtype,head", AS_LAUNCHED)
-def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, matmul, n, dtype, head, compiled):
-    found = compiled[sm, matmul, n, dtype, head].result()
-    print(f"sm_{sm}, {n} rows, {dtype}, {head}:", found)
-    assert set(found) == {"embed_kernel", {"hopper": "hopper_kernel", "portable": "portable_kernel"}[matmul],
-                          "heads_kernel", "attention_kernel", "residual_kernel", "swiglu_kernel", "chunk_kernel",
-                          "pick_kernel", "dequantize_kernel"}
+@pytest.mark.parametrize("case", range(len(AS_LAUNCHED)))
+def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(case, compiled):
+    sm, matmul, *_, names = AS_LAUNCHED[case]
+    found = compiled[case].result()
+    print(AS_LAUNCHED[case], found)
+    assert set(found) == set(names or (
+        "embed_kernel", "heads_kernel", "attention_kernel", "residual_kernel", "swiglu_kernel", "chunk_kernel",
+        "pick_kernel", "dequantize_kernel", f"{matmul}_kernel"))
     for name, (shared, _, stack) in found.items():
         assert shared <= SHARED[sm] * 1024, f"{name}: {shared} bytes of shared memory"
         allowed = EMBED_STACK if name == "embed_kernel" else STACK.get((name, sm), 0)
@@ -227,8 +227,7 @@ def test_every_kernel_of_a_step_compiles_as_it_is_launched_and_fits_the_gpu(sm, 
 
 # The kernels that finish a linear, for adapters of many ranks: (sm, rank, rows), 2 s each.
 FINISHING = "heads_kernel", "residual_kernel", "swiglu_kernel"
-BY_RANK = [(86, 8, 64), (120, 16, 1), (120, 64, 64), (89, 128, 64), (86, 256, 64), (80, 256, 16), (80, 512, 16),
-           (90, 512, 64)]
+BY_RANK = [(86, 8, 64), (120, 64, 64), (86, 256, 64), (80, 512, 16), (90, 512, 64)]
 if os.environ.get("TEST_ALL_TARGETS"):
     BY_RANK = [(sm, rank, n) for sm, rank, n in itertools.product(SHARED, (8, 16, 64, 128, 256, 512), (1, 16, 64, 512))
                if rank < 512 or SHARED[sm] > 99]
@@ -259,53 +258,29 @@ def test_an_adapter_of_any_rank_that_is_not_refused_fits_the_gpu(sm, rank, n, co
         assert stack <= allowed, f"{name}: {stack} bytes of stack"
 
 
+@pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 @pytest.mark.parametrize("sm,most", [(80, 512), (86, 256), (89, 256), (90, 512), (100, 512), (120, 256)])
 def test_a_rank_is_refused_where_the_tensor_cores_operands_alone_exceed_shared_memory(sm, most, monkeypatch):
     monkeypatch.setattr(decode, "capability", lambda device: divmod(sm, 10))
     gpu = torch.device("cuda")
     for rank in (1, 8, 192, 256, most - 1, most):
         decode.check_rank(rank, gpu, "")
-    needs = decode.finishing_kib(2 * most, decode.NARROW_TILE)
-    said = (rf"^x needs {needs:.0f} KiB of shared memory, and this GPU has {SHARED[sm]} KiB: "
-            rf"the largest rank that fits is {most}$")
     for rank in (most + 1, 2 * most):                                # padded to a power of two
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(UserError, match=rf"^x needs .* fits is {most}$"):
             decode.check_rank(rank, gpu, "x")
     assert 2 * 2 * (2 * most) * decode.NARROW_TILE > SHARED[sm] * 1024    # gate's B and up's, 16 bits a number
-    with pytest.raises(ValueError, match=rf"^an adapter of rank {most + 1} needs"):
+    with pytest.raises(UserError, match=f"rank {most + 1} "):
         small_engine("bf16", torch.Generator(DEVICE), most + 1, size=(1024, 128, 1, 8, 2, 128))
 
 
-@pytest.fixture
-def large_adapter(tmp_path):
-    """The folder of a PEFT adapter of rank 512, which fits no GPU of 99 KiB."""
-    config = json.loads(Path(__file__).with_name("peft_adapter").joinpath("adapter_config.json").read_text())
-    (tmp_path / "large").mkdir()
-    changed = {"r": 512, "lora_alpha": 512, "modules_to_save": None}
-    (tmp_path / "large" / "adapter_config.json").write_text(json.dumps(config | changed))
-    names = [f"layers.0.{target}.lora_{x}.weight" for target in config["target_modules"] for x in "AB"]
-    save_file({name: torch.zeros(512, 512) for name in names}, tmp_path / "large" / "adapter_model.safetensors")
-    return tmp_path / "large"
-
-
 @pytest.mark.skipif(GPU or INTERPRETED, reason="pretends that there is a GPU")
-@pytest.mark.parametrize("program,flags", [
-    ("train.py", ["--lora-rank", "300"]), ("train.py", ["--adapter"]), ("tools/chat.py", ["--adapter"]),
-    ("evaluate.py", ["--data", "gsm8k", "--adapter"])])
-def test_a_rank_that_is_too_large_is_one_line_before_any_download(program, flags, large_adapter, fake_gpu, monkeypatch):
-    what = "--lora-rank 300"
-    if flags[-1] == "--adapter":
-        flags = [*flags, str(large_adapter)]
-        what = f"--adapter {large_adapter}: its rank of 512"
+def test_a_rank_that_is_too_large_is_one_line_before_any_download(fake_gpu, monkeypatch):
     fake_gpu((8, 6))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
-    monkeypatch.chdir(large_adapter.parent)
-    path = str(Path(__file__).parent.parent / program)
-    monkeypatch.setattr(sys, "argv", [path, "--model", "some/model", *flags])
-    with pytest.raises(SystemExit) as stop:
+    path = str(Path(__file__).parent.parent / "train.py")
+    monkeypatch.setattr(sys, "argv", [path, "--model", "some/model", "--lora-rank", "300"])
+    with pytest.raises(SystemExit, match="--lora-rank 300 .* fits is 256$"):
         runpy.run_path(path, run_name="__main__")
-    said = f"{what} needs 160 KiB of shared memory, and this GPU has 99 KiB: the largest rank that fits is 256"
-    assert stop.value.code.split(": ", 1)[1] == said
 
 
 def close(got, want, ulps=1.0):
@@ -317,7 +292,7 @@ def close(got, want, ulps=1.0):
 
 
 @runs_kernels
-@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 1, 1, 0), (5, 13, 2, 32), (40, 3, 4, 8)])     # one to 10 programs
+@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 1, 1, 0), (5, 13, 2, 32), (9, 3, 4, 8)])      # one to 9 programs
 @pytest.mark.parametrize("ROWS", [1, 4])                             # slabs side by side, one after the other
 def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, k_tiles, stripe, R, ROWS, gen):
     D, T = 256, marlin_fp4.TILE_SIDE
@@ -335,7 +310,7 @@ def test_residual_kernel_adds_the_linear_and_norms_the_sum(M, k_tiles, stripe, R
 
 
 @runs_kernels
-@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 7, 2, 16), (33, 2, 3, 64)])
+@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 7, 2, 16), (9, 2, 3, 64)])
 def test_swiglu_kernel_is_silu_of_gate_times_up_over_rms(M, k_tiles, stripe, R, gen):
     D, F_ = 192, 384                                                 # 3 partial sums of squares: padded to 4
     linear, y = random_linear(M, 2 * F_, k_tiles, stripe, [F_, F_], R, gen)
@@ -357,8 +332,9 @@ def rows_state(prefix, pos, width, blocks, gen):
 
 
 @runs_kernels
-@pytest.mark.parametrize("H,KV,d,family,ROWS", [(14, 2, 64, "qwen2", 4), (10, 2, 128, "qwen2", 4),
-                                                (4, 2, 128, "qwen3", 4), (4, 2, 128, "qwen3", 1)])
+@pytest.mark.parametrize("H,KV,d,family,ROWS", [
+    *(pytest.param(H, 2, d, "qwen2", 4, marks=gpu) for H, d in ((14, 64), (10, 128))),
+    (6, 2, 64, "qwen2", 4), (4, 2, 128, "qwen3", 4), (4, 2, 128, "qwen3", 1)])
 def test_heads_kernel_norms_rotates_and_writes_keys_and_values_where_the_table_says(H, KV, d, family, ROWS, gen):
     prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], sampler.KV_BLOCK
     n, D, width = 5, 256, 5
@@ -399,7 +375,7 @@ def test_heads_kernel_norms_rotates_and_writes_keys_and_values_where_the_table_s
     (1, True, 4, 16), (2, True, 8, 16), (16, False, 4, 32),
     pytest.param(1, False, 8, 16, marks=gpu), pytest.param(4, False, 4, 16, marks=gpu)])
 def test_attention_kernel_matches_float64_over_prefix_gap_and_own_tokens(H, KV, d, splits, together, W, T, gen):
-    far, B = 1000 if GPU else 400, 32
+    far, B = 1000 if GPU else 240, 32                                  # 480 and more tokens: joined 4 splits at a time
     prefix = [0, 0, 31, 32, 32, 100, far, far, far, 5]
     pos = [0, 63, 31, 32, 164, 164, 2 * far + 47, far, far + 200, 2 * far]
     most = decode.QUERY_TILE // (H // KV)                                 # 2 or 3
@@ -576,9 +552,15 @@ def reference_logprobs(model, kv, rows, temperature):
         ("nvfp4", 32, 9, 128), ("bf16", 16, 5, 128)))])
 @pytest.mark.parametrize("sigma,temperature", [(0.05, 0.7), pytest.param(0, 0.0, marks=gpu)])
 def test_a_step_draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen):
-    if not GPU and n == 3 and (DTYPE == torch.float16) == bool(qwen3_head):
-        pytest.skip("5 s each: the interpreter takes a Qwen2 in fp16 and a Qwen3 in fp32")
-    model, engine, width = small_engine(base, gen, rank, max(n, 9), qwen3_head=qwen3_head)
+    if not GPU and (DTYPE == torch.float16) == bool(qwen3_head):
+        pytest.skip("3 s each: the interpreter takes a Qwen2 in fp16 and a Qwen3 in fp32")
+    layers = 2 if GPU or not qwen3_head else 1
+    draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen, layers)
+
+
+def draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen, layers):
+    size = 256, 384, layers, 4, 2, 2432
+    model, engine, width = small_engine(base, gen, rank, max(n, 9), size, qwen3_head=qwen3_head)
     with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
         rows = random_rows(n, width, gen)
         want, rounding = reference_logprobs(model, engine.kv, rows, temperature)
@@ -608,10 +590,11 @@ def test_a_step_whose_rank_is_too_large_for_wide_programs_takes_narrow_ones(gen,
         columns.append(256 // sums.shape[1])                         # small_engine's width, over the sums of a row
         return kernels.RowSquares(sums, *rest)
 
-    monkeypatch.setattr(decode, "shared_memory_kib", lambda capability: 99)
+    kib = 99 if GPU else 16                                          # a smaller rank is quicker in the interpreter
+    monkeypatch.setattr(decode, "shared_memory_kib", lambda capability: kib)
     monkeypatch.setattr(decode, "RowSquares", squares)
     # With 17 rows programs take 128 columns, if they fit.
-    test_a_step_draws_what_the_torch_engine_would("nvfp4", 256, 17, None, 0.05, 0.7, gen)
+    draws_what_the_torch_engine_would("nvfp4", 256 if GPU else 32, 17, None, 0.05, 0.7, gen, 2 if GPU else 1)
     assert set(columns) == {decode.NARROW_TILE} == {64}
 
 
@@ -826,11 +809,12 @@ def test_graphs_of_another_adapter_sampling_or_vocabulary_are_dropped(gen):
         before = replay
 
 
+@pytest.mark.skipif(INTERPRETED, reason="runs no kernel")
 def test_a_row_alone_adds_up_as_it_does_among_others_every_time():
     rows = torch.rand(3, 151_665, generator=torch.Generator(DEVICE).manual_seed(7), device=DEVICE)
     want = sampler.running_sum(rows)
     torch.testing.assert_close(want.double(), rows.double().cumsum(-1), atol=0, rtol=rows.shape[1] * 2.0**-24)
-    for _ in range(20):
+    for _ in range(20 if GPU else 1):
         for row, sums in zip(rows, want):
             assert torch.equal(sampler.running_sum(row[None]), sums[None])
 
@@ -887,4 +871,4 @@ def test_no_place_without_mass_is_drawn_where_two_sums_round_differently(gen):
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU, or in that process, they run themselves")
 def test_the_kernels_pass_in_tritons_interpreter(interpreted):
-    assert interpreted(__file__) >= 46
+    assert interpreted(__file__) >= 38

@@ -9,27 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from files import UserError
 from harness.setup import choose_device, configure_cpu, load_kernels
 
 
-@pytest.mark.parametrize("name,named", [
-    ("abacus", "--device abacus: "), ("cuda:9", "--device cuda:9: torch sees"),
-    ("cpu:1", "expected cpu, cuda or cuda:N"),
-    ("meta", "--device meta: expected cpu"), ("mps", "--device mps: expected cpu"), ("", "--device : "),
-    (None, "--model nowhere: there is no such folder; to download a model, torch has to see a GPU "
-     r"\(--device cpu runs it on the CPU, far too slowly to train\)")])
-def test_a_device_that_is_not_there_is_refused(monkeypatch, name, named):
+@pytest.mark.parametrize("name", ["abacus", "cuda:9", "cpu:1", "meta", "mps", "", None])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match="^--model nowhere: " if name is None else f"^--device {name}: "):
         choose_device(name, "nowhere")
     assert choose_device("cpu", "nowhere") == choose_device(None, ".") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("capability,refused", [
-    ((9, 0), ""), ((8, 0), ""), ((12, 0), ""),
-    ((7, 5), "--device cuda: a GPU (sm_75): the kernels need sm_80 (Ampere) or later"),
-    ((7, 0), "--device cuda: a GPU (sm_70): the kernels need sm_80 (Ampere) or later")])
+@pytest.mark.parametrize("capability,refused", [((9, 0), ""), ((8, 0), ""), ((12, 0), ""), ((7, 5), "sm_75"), ((7, 0), "sm_70")])
 def test_a_gpu_without_the_kernels_is_refused_in_one_line(capability, refused, fake_gpu, monkeypatch):
     fake_gpu(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -37,10 +30,9 @@ def test_a_gpu_without_the_kernels_is_refused_in_one_line(capability, refused, f
     if not refused:
         load_kernels(gpu)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        refused = "--device cuda: a GPU needs Triton: pip install triton"
-    with pytest.raises(ValueError) as error:
+        refused = "Triton"
+    with pytest.raises(UserError, match=f"^--device cuda: .*{refused}"):
         load_kernels(gpu)
-    assert str(error.value) == refused
 
 
 def test_a_program_is_told_its_device(fake_gpu, monkeypatch):
@@ -53,7 +45,7 @@ def test_a_program_is_told_its_device(fake_gpu, monkeypatch):
 def test_an_amd_gpu_is_refused_in_one_line(fake_gpu, monkeypatch):
     fake_gpu((9, 0))                                                      # what ROCm reports of an MI200: not a Hopper
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(ValueError, match="^--device cuda: an AMD GPU; the kernels run on NVIDIA GPUs only$"):
+    with pytest.raises(UserError, match="^--device cuda: .*AMD"):
         load_kernels(torch.device("cuda"))
 
 
@@ -67,7 +59,7 @@ def test_a_gradient_that_rows_share_is_always_added_up_in_one_order_on_a_cpu():
         torch.set_num_threads(2)
         configure_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
         sums = set()
-        for _ in range(1000):
+        for _ in range(300):
             x = torch.zeros(1500, 128, requires_grad=True)
             x[at].backward(upstream)
             sums.add(x.grad[5].sum().item())

@@ -7,7 +7,7 @@ import runpy
 import sys
 
 import pytest
-from test_house import PROGRAMS, ROOT, assert_none, module, tracked
+from test_house import PROGRAMS, ROOT, module, tracked
 
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
         for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("study/*.md")]}
@@ -29,7 +29,7 @@ def test_every_link_leads_somewhere():
                 wrong.append(f"{name}: the link to {link} leads nowhere")
             elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text(encoding="utf-8")):
                 wrong.append(f"{name}: {path or name} has no heading for the link to #{anchor}")
-    assert_none(wrong)
+    assert not wrong
 
 
 def commands():
@@ -49,8 +49,8 @@ def test_every_command_of_the_documents_runs_a_file_that_is_there():
     known = {*tracked(), "pytest.py", "venv.py"}                           # python -m pytest, python -m venv
     inline = {(name, (module or file).replace(".", "/").removesuffix("/py") + ".py") for name, text in DOCS.items()
               for module, file in re.findall(r"`python3? (?:-m ([\w.]+)|([\w/]+\.py))", text)}
-    assert_none([f"{name}: a command runs {file}, which is not there"
-                       for name, file in {(name, file) for name, file, _ in commands()} | inline if file not in known])
+    assert not [(name, file) for name, file in {(name, file) for name, file, _ in commands()} | inline
+                if file not in known]
 
 
 @pytest.fixture
@@ -81,5 +81,5 @@ def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of
             command = arguments[0] if arguments and re.fullmatch("[a-z]+", arguments[0]) else ""
             known = flags_in(help_of(file) + help_of(file, command)) | {"--help"}
             wrong |= {f"{name}: {file} has no flag {flag}" for flag in flags_in(" ".join(arguments)) - known}
-    assert_none(wrong)
+    assert not wrong
     assert "--steps" in flags_in(help_of("train.py"))

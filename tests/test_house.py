@@ -1,39 +1,25 @@
 """
 The plan of the house: imports go down and in no circle, Triton stays behind one door, a machine without Triton trains.
 
-It looks at the files that git tracks and at what these import; a file of your own beside them has to please you alone
-until you commit it.
+It looks at the files that git tracks; a file of your own beside them has to please you alone until you commit it.
 """
 import ast
-import functools
+import inspect
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import NEEDS_TRITON
+
+import attention
+import nvfp4
+import ops
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {"matplotlib", "pyarrow"}             # not in requirements.txt: who needs one is told by the program
-
 # Who may import whom: a module imports its own row and the rows above it. What is not named here is the method.
-BOTTOM = ["env", "files", "ranks"]
-ROWS = [BOTTOM, ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"], ["train", "evaluate"],
-        ["tools", "study"]]
-# The two imports that wait: `import fast` needs Triton, so it comes once a GPU is chosen; Hopper's kernel needs Gluon.
-DOORS = {("harness.setup", "load_kernels"): "fast", ("fast.decode", "decode_matmul_for"): "fast.hopper_fp4"}
-
-
-def assert_none(problems):
-    """Ends a test with these messages alone: they say what to do, and a traceback would bury them."""
-    if problems:
-        pytest.fail("\n".join(sorted(set(problems))), pytrace=False)
-
-
-def text_of(name):
-    return (ROOT / name).read_text(encoding="utf-8")
+ROWS = [["env", "files", "ranks"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"],
+        ["train", "evaluate"], ["tools", "study"]]
 
 
 def tracked():
@@ -51,147 +37,71 @@ def module(name):
 
 
 # tiny/make.py made the bundled model once, and stands alone.
-FILES = {module(name): name for name in tracked()
+TREES = {module(name): ast.parse((ROOT / name).read_text(encoding="utf-8"), name) for name in tracked()
          if name.endswith(".py") and not name.startswith(("tests/", "examples/", "tiny/make"))}
-TREES = {name: ast.parse(text_of(file), file) for name, file in FILES.items()}
-PROGRAMS = [name for name, file in FILES.items() if '__name__ == "__main__"' in text_of(file)]
+MODULES = set(TREES)
+PROGRAMS = [name for name, tree in TREES.items() if "'__main__'" in ast.unparse(tree)]
 
 
-def imported(node):
-    """The full names that an import statement may be asking for: `from fast import kernels` may mean a module."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+def imports(name, nodes=None):
+    """The full names that a module's import statements, or those of some nodes, ask for, in their order."""
+    for node in ast.walk(TREES[name]) if nodes is None else nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):   # `from fast import kernels` may mean a module
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
-@functools.cache                              
-def imports(name):
-    """All (imported name, name of the outermost function that imports it or None) of a module."""
-    def walk(node, function):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.Import, ast.ImportFrom)):
-                yield from ((other, function) for other in imported(child))
-            elif not isinstance(child, ast.expr):                     # most of a tree, and no place for an import
-                inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-                # twin_in_kernels imports in the wrapper that it returns: the outermost name is what readers know
-                yield from walk(child, function or (child.name if inside else None))
-    return tuple(walk(TREES[name], None))
-
-
-def of_project(name, late=False):
-    """The project's own modules that a module imports at its top (late: inside functions)."""
-    return {other for other, function in imports(name) if other in FILES and other != name and bool(function) == late
-            and not name.startswith(f"{other}.")}
-
-
-def reached(name):
-    """A module and all of the project's that come with it at its import."""
+def below(name, late=True):
+    """All of the project's modules that come with a module (late: also once a function imports them)."""
     seen, waiting = set(), {name}
     while waiting:
+        waiting = {other for here in waiting for other in imports(here, None if late else TREES[here].body)
+                   if other in MODULES and not f"{here}.".startswith(f"{other}.")} - seen
         seen |= waiting
-        waiting = {other for here in waiting for other in of_project(here)} - seen
     return seen
 
 
-def libraries(name):
-    """Top-level packages outside the project that a module imports, anywhere."""
-    ours = {other.split(".")[0] for other in FILES} | {"tiny", "tests"}
-    return {other.split(".")[0] for other, _ in imports(name)} - ours - {""}
-
-
 def row_of(name):
-    top = name.split(".")[0]
-    return next((i for i, row in enumerate(ROWS) if top in row), 2)
-
-
-def test_imports_go_in_no_circle():
-    def below(name):
-        """All modules that a module imports, at its top or inside its functions, and those that these import."""
-        seen, waiting = set(), {name}
-        while waiting:
-            waiting = {other for here in waiting for late in (False, True) for other in of_project(here, late)} - seen
-            seen |= waiting
-        return seen
-
-    assert_none([f"{FILES[name]} imports what imports it again" for name in FILES if name in below(name)])
-
-
-def test_imports_go_down():
-    assert_none([f"{FILES[name]} imports {FILES[other]}, which stands above it: move what both need further down"
-                 for name in FILES for other in of_project(name) | of_project(name, late=True)
-                 if row_of(other) > row_of(name)])
-
-
-def test_only_the_doors_import_inside_a_function():
-    # A tool may open Triton's files late: its other commands run on any machine.
-    late = {(name, function): other for name in FILES if not name.startswith(("tools", "study"))
-            for other, function in imports(name) if function and other in FILES}
-    assert_none([f"{FILES[name]}: {function}() imports {other}; import it at the top of the file"
-                 for (name, function), other in late.items() if DOORS.get((name, function)) != other])
+    otherwise = len(ROWS) if name in PROGRAMS else 2
+    return next((i for i, row in enumerate(ROWS) if name.split(".")[0] in row), otherwise)
 
 
 def needs_triton(name):
     return name == "marlin_fp4" or name.split(".")[0] == "fast"
 
 
+def test_imports_go_down_and_in_no_circle():
+    assert not [name for name in MODULES if name in below(name)]
+    assert not [(name, other) for name in MODULES for other in {*imports(name)} & MODULES
+                if row_of(other) > row_of(name)]
+
+
 def test_triton_is_imported_in_marlin_fp4_and_in_fast_alone():
-    assert_none([f"{FILES[name]} imports triton: kernels belong to marlin_fp4.py and fast/"
-                 for name in FILES if "triton" in libraries(name) and not needs_triton(name)]
-                + [f"{FILES[name]} imports {FILES[other]}, and with it Triton"
-                   for name in FILES if not needs_triton(name)
-                   for other in reached(name) if needs_triton(other)])
+    for name in MODULES:
+        if not needs_triton(name):
+            assert "triton" not in imports(name) and not [*filter(needs_triton, below(name, late=False))], name
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_imports_env_before_torch(name):
-    # env.py holds settings that torch reads once, when it is imported.
-    heavy = {"torch", "numpy", "tokenizers", "triton"}
-    for other, function in imports(name):
-        if other == "env":
-            break
-        loaded = {library for part in (reached(other) if other in FILES else ()) for library in libraries(part)}
-        if not function and (loaded | {other.split(".")[0]}) & heavy:
-            assert_none([f"{FILES[name]}: `import env` must come before the import of {other}"])
+    """env.py holds settings that torch reads once, when it is imported."""
+    ours = [other for other in imports(name, TREES[name].body) if other in MODULES or other == "torch"]
+    torch = next((i for i, other in enumerate(ours) if other == "torch" or any(
+        "torch" in imports(part) for part in {other} | below(other, late=False))), None)
+    assert torch is None or "env" in ours[:torch]
 
 
-# -----------------------------------------------------------------------------
-# Twins
-
-def twins():
-    """Yields (module, function) of each function that has a twin in fast/kernels.py."""
-    for name, tree in TREES.items():
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef):
-                if any(ast.unparse(d).endswith("twin_in_kernels") for d in node.decorator_list):
-                    yield name, node
-
-
-def signature(function):
-    a = function.args
-    return [arg.arg for arg in a.posonlyargs + a.args + a.kwonlyargs], [ast.dump(d) for d in a.defaults], bool(a.vararg)
-
-
-def test_every_twin_has_its_references_name_and_signature():
-    registered = set(re.findall(r"kernels\.(\w+)", text_of("fast/__init__.py")))
-    kernels = {node.name: node for node in TREES["fast.kernels"].body if isinstance(node, ast.FunctionDef)}
-    pairs = list(twins())
-    assert len(pairs) >= 8
-    assert_none([f"fast/kernels.py: add {node.name}(), the twin of {FILES[name]}'s"
-                 for name, node in pairs if node.name not in kernels]
-                + [f"fast/__init__.py: register kernels.{node.name}" for _, node in pairs
-                   if node.name not in registered]
-                + [f"fast/kernels.py: {node.name}() has other arguments or defaults than {FILES[name]}'s"
-                   for name, node in pairs
-                   if node.name in kernels and signature(kernels[node.name]) != signature(node)])
-
-
-def test_requirements_name_what_is_imported():
-    needed = {library: name for name in FILES for library in libraries(name)}
-    named = set(re.findall(r"^[\w-]+", text_of("requirements.txt"), re.M))
-    assert_none([f"requirements.txt: add {library}, which {FILES[name]} imports" for library, name in needed.items()
-                 if library not in named | OPTIONAL | sys.stdlib_module_names]
-                + [f"requirements.txt: nothing imports {library}"
-                   for library in named - needed.keys() - {"pytest", "pytest-xdist"}])
+def test_every_twin_has_its_references_signature():
+    fast = {node.name: node for node in TREES["fast.kernels"].body if isinstance(node, ast.FunctionDef)}
+    twins = [function for home in (attention, nvfp4, ops) for function in vars(home).values()
+             if hasattr(function, "reference") and function.__module__ == home.__name__]
+    assert len(twins) >= 8
+    for twin in twins:
+        wanted, = ast.parse(inspect.getsource(twin.reference)).body
+        got, want = (([a.arg for a in f.args.args], [*map(ast.unparse, f.args.defaults)], f.args.vararg is None)
+                     for f in (fast[twin.__name__], wanted))
+        assert got == want, twin.__name__
 
 
 # -----------------------------------------------------------------------------
@@ -233,7 +143,7 @@ def test_the_tiny_model_trains_without_triton_and_without_what_windows_lacks(tmp
              "--kl-beta 0.01 --reward mine:length --out run").split()
     (tmp_path / "mine.py").write_text("def length(completion, problem):\n    return len(completion)\n")
     code = BLOCKED
-    forbidden = {"triton", *(name for name in FILES if "triton" in libraries(name))}
+    forbidden = {"triton", *(name for name in MODULES if needs_triton(name))}
     for word, value in dict(ARGV=[str(ROOT / "train.py"), *flags], ROOT=str(ROOT), FORBIDDEN=forbidden).items():
         code = code.replace(word, repr(value))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=240)
@@ -241,17 +151,3 @@ def test_the_tiny_model_trains_without_triton_and_without_what_windows_lacks(tmp
     metrics = json.loads((tmp_path / "run/metrics.jsonl").read_text())
     assert metrics["grad_norm"] > 0 and metrics["tokens"] > 0
     assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
-
-
-def test_conftest_leaves_out_the_tests_that_need_triton_and_no_others():
-    paths = {path.stem: path for path in Path(__file__).parent.glob("test_*.py")}
-
-    def needs(name):
-        at_top = [other for node in ast.parse(paths[name].read_text(encoding="utf-8")).body
-                  if isinstance(node, (ast.Import, ast.ImportFrom)) for other in imported(node)]
-        return any(other.split(".")[0] == "triton" or other in paths and needs(other)
-                   or other in FILES and any(map(needs_triton, reached(other))) for other in at_top)
-
-    assert_none([f"tests/{name}.py: conftest.NEEDS_TRITON has to find the import that needs Triton, and no other"
-                 for name, path in paths.items()
-                 if needs(name) != bool(NEEDS_TRITON.search(path.read_text(encoding="utf-8")))])

@@ -47,8 +47,7 @@ def test_the_kernels_pass_in_tritons_interpreter(interpreted):
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
 @pytest.mark.parametrize("sm,dtype,heads", [
-    (80, torch.bfloat16, (28, 128)), (86, torch.float16, (4, 16)), (89, torch.bfloat16, (4, 16)),
-    (90, torch.bfloat16, (28, 128)), (90, torch.float16, (4, 16)), (100, torch.float16, (28, 128)),
+    (80, torch.bfloat16, (28, 128)), (86, torch.float16, (4, 16)), (90, torch.bfloat16, (28, 128)),
     (120, torch.bfloat16, (28, 128))])
 def test_every_kernel_of_the_learner_compiles_without_races(sm, dtype, heads, monkeypatch):
     compiled, launch = {}, triton.runtime.jit.JITFunction.run
@@ -73,13 +72,6 @@ def test_every_kernel_of_the_learner_compiles_without_races(sm, dtype, heads, mo
         assert not races(kernel.asm["ptx"])
     unguarded = [line for line in compiled["merge_kernel"].asm["ptx"].splitlines() if "bar.sync" not in line]
     assert races("\n".join(unguarded))                              # which finds them, if the barrier goes
-
-
-def test_no_compiled_kernel_is_chosen_by_how_long_it_took(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.update(options) or function)
-    assert kernels.compiled.__wrapped__(len) is len and asked == {"options": {"dynamic_scale_rblock": False}}
-    assert asked["options"].keys() <= set(torch._inductor.list_options())
 
 
 # -----------------------------------------------------------------------------

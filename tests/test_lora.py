@@ -3,8 +3,6 @@ A linear and its adapter against autograd through an explicit W + s * B @ A in f
 
 python -m pytest tests/test_lora.py -v
 """
-import gc
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -72,19 +70,6 @@ def test_of_two_adapters_that_are_loaded_in_turn_a_sampler_takes_the_last(tiny, 
         assert sampler.generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions == answers[name]
 
 
-@pytest.mark.parametrize("base", nvfp4.FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapter_with_b_zero_leaves_the_logits(tiny, base, dtype):
-    model, tokens = load(tiny["tied"].folder, base=base, device="cpu", dtype=dtype), tokens_of(tiny["tied"], 2, 13)
-    with torch.no_grad():
-        before = model(tokens)
-        attach(model, rank=8, alpha=16)
-        after = model(tokens)
-    # The same numbers and zeros; how a CPU's matmul orders its sums depends on how many there are.
-    assert (after - before).abs().max() < (FP32 if dtype == torch.float32 else 0.01 * before.std())
-    assert all(lin.a.abs().sum() > 0 and not lin.b.any() for lin in model.adapter.linears)
-
-
 @pytest.mark.parametrize("base", ["nvfp4", "bf16", "mxfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_with_b_zero_is_the_base_bit_for_bit(base, dtype):
@@ -133,7 +118,7 @@ def test_off_gives_the_base_bit_for_bit_and_back(tiny):
 
 def test_sync_rewrites_the_working_copies_where_they_are(tiny):
     # CUDA graphs hold these addresses.
-    model, _ = adapted(tiny["tied"])
+    model, _ = adapted(tiny["ragged"], rank=3, alpha=4.5)
     addresses = [(lin.working_a.data_ptr(), lin.working_b.data_ptr()) for lin in model.adapter.linears]
     with torch.no_grad():
         model.adapter.master.mul_(3)
@@ -141,7 +126,7 @@ def test_sync_rewrites_the_working_copies_where_they_are(tiny):
     assert addresses == [(lin.working_a.data_ptr(), lin.working_b.data_ptr()) for lin in model.adapter.linears]
     for lin in model.adapter.linears:
         assert torch.equal(lin.working_a, lin.a) and torch.equal(lin.working_b, lin.b * 1.5)
-        assert lin.working_a.data_ptr() % 16 == 0 and lin.working_b.data_ptr() % 16 == 0
+        assert lin.working_a.storage_offset() % 128 == 0 and lin.working_b.storage_offset() % 128 == 0
 
 
 # -----------------------------------------------------------------------------
@@ -320,11 +305,3 @@ def test_the_linears_of_a_model_share_one_scratch_and_two_models_none(tiny):
     assert one.layers[0].qkv.scratch.flat.data_ptr() != other.layers[0].qkv.scratch.flat.data_ptr()
 
 
-def test_the_scratch_is_freed_with_its_model(tiny):
-    model, _ = adapted(tiny["untied"], base="nvfp4")
-    model.token_logprobs([[1, 2, 3]], [1])[0].sum().backward()
-    flat = weakref.ref(model.layers[0].qkv.scratch.flat)
-    assert flat() is not None
-    del model
-    gc.collect()                                                          # modules and autograd functions: circles
-    assert flat() is None

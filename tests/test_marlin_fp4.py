@@ -7,7 +7,6 @@ test_hopper_fp4.py.
 python -m pytest tests/test_marlin_fp4.py -v
 """
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,36 +74,6 @@ def test_a_word_holds_the_four_planes_of_one_column():
     # bit: s0 15, e0 8 and 7, m0 6 | low e1 4 | s2 9 | s3 13, low e3 10, m3 14
     want = 1 << 15 | 3 << 7 | 1 << 6 | 1 << 4 | 1 << 9 | 1 << 13 | 1 << 10 | 1 << 14
     assert int(word) & 0xFFFF == want
-
-
-def test_the_words_drawn_in_the_file_are_the_ones_that_are_packed():
-    drawing = re.search(r"a code word    ((?:[sem][0-3] ?){16})", Path(marlin_fp4.__file__).read_text())
-    drawn = drawing[1].split()                                       # bit 15 first
-    for bit, name in zip(range(15, -1, -1), drawn):
-        (codes,) = marlin_fp4._unpack_words(torch.tensor([[1 << bit]]))
-        again = name in drawn[:15 - bit]                             # of two e, the left one is the higher
-        code = {"s": 8, "e": 2 if again else 4, "m": 1}[name[0]]
-        assert codes.tolist() == [code if plane == int(name[1]) else 0 for plane in range(4)], (bit, name)
-
-
-def test_the_weight_worked_by_hand_in_the_file_is_right_in_every_line():
-    """Code 5 in plane 3 under a scale of 1.5, with the other codes and scales 0: each step computed here again."""
-    packed, scale = torch.zeros(128, 64, dtype=torch.uint8), torch.zeros(128, 8)
-    packed[0, 48] = 5                                                # k = 96: plane 3, the word of c = 0
-    scale[0, 6] = 1.5                                                # k = 96 to 111: plane 3, half 0
-    weight = pack(packed, scale.to(torch.float8_e4m3fn), torch.tensor(0.25))
-    word, stored = int(weight.codes[0, 0, 0, 0]), int(weight.scales[0, 0, 0, 0])
-    t = (word & 0x6C00) >> 8
-    u = (stored >> 12) & 0xFF
-    rotated = (stored << 8 | stored >> 24) & 0xFFFFFFFF
-    scales = rotated & 0x0FF00FF0 | 0x70007000
-    code, factor = (number(torch.tensor(bits)) for bits in (t * 1057 & 0x81C0, scales >> 16))
-    product = int((code * factor).bfloat16().view(torch.int16))
-    example = Path(marlin_fp4.__file__).read_text().split("One weight by hand")[1].split("PLANES = ")[0]
-    drawn = [int(found, 16) for found in re.findall(r"  (0x[0-9a-fA-F]+)\b", example)]
-    assert drawn == [word, t, t * 1057, t * 1057 & 0x81C0, u, u << 8, stored, rotated, scales, product]
-    assert code == 3 * 2.0**-126 and scales >> 16 == 0x7540 and factor == 1.5 * 2.0**107
-    assert float(code * factor) == 4.5 * 2.0**-19 and float(code * factor * weight.out_scale[0]) == 4.5 * 0.25
 
 
 def test_a_scale_word_is_four_rotated_e5m3_bytes():
@@ -225,14 +194,14 @@ def test_the_schedule_covers_every_tile_once_and_no_band_has_more_pieces_than_sl
     assert a_programs == -(-R // 64) * a_pieces and slabs == max(a_pieces, *(len(set(o)) for o in owners))
 
 
-def test_the_schedule_drawn_in_the_file_is_the_one_that_is_computed():
+def test_a_schedule_by_hand():
     """3 bands of 5 tiles in stripes of 3, and LoRA's A, as 8 multiprocessors with one program each would walk them."""
     plan = plan_stripes(3 * 128, 5 * 128, 1, 32, marlin_fp4.PortableConfig(8, 3, 1, 4, 4), 8)
     assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_stripe=2, a_programs=3, programs=8, slabs=3)
 
 
-@pytest.mark.parametrize("multiprocessors", [8, 46, 132])
-@pytest.mark.parametrize("R", [0, 32, 384, 768, 1536])
+@pytest.mark.parametrize("multiprocessors", [8, 132])
+@pytest.mark.parametrize("R", [0, 384, 1536])
 @pytest.mark.parametrize("N,K", [(128, 128), (4608, 3584), (3584, 18944)])
 def test_w_always_gets_half_of_the_places_or_a_program_for_each_second_tile(N, K, R, multiprocessors):
     for M in (1, 16, 64, 193, 2048):
@@ -247,24 +216,6 @@ def test_w_always_gets_half_of_the_places_or_a_program_for_each_second_tile(N, K
             for stripe in range(1, tiles + 1):               # no stripe would do in one wave
                 of_w, of_a = -(-tiles // stripe), -(-R // 64) * -(-k_tiles // min(stripe, a_most))
                 assert of_w + of_a > places or 2 * of_w < min(places, tiles)
-
-
-def test_plans_of_a_7b_on_an_h200():
-    """The numbers that docs/kernels.md has; and several waves of programs where no stripe fits."""
-    linears = {"qkv": (4608, 3584, 96), "o": (3584, 3584, 32), "down": (3584, 18944, 32), "gate_up": (37888, 3584, 64)}
-
-    def plan(name, M):
-        N, K, R = linears[name]
-        return plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
-
-    assert plan("qkv", 1).programs == 356
-    assert 132 * hopper_config(4608, 3584, 1).programs_per_sm == 528
-    assert (plan("gate_up", 32).stripe, plan("gate_up", 32).k_tiles) == (32, 28)
-    for name in "qkv", "o", "down":                                  # the bound of a quarter of K does nothing
-        assert all(plan(name, M).stripe <= -(-plan(name, M).k_tiles // 4) for M in (1, 8, 16, 32, 64))
-    config = marlin_fp4.portable_config(2048, (9, 0))
-    waves = plan_stripes(4608, 3584, 2048, 0, config, 8)
-    assert waves.programs == 1 and waves.stripe == 36 * 28 and 2048 // config.BM > 8 * config.programs_per_sm
 
 
 def pieces(column, k_tiles, stripe):

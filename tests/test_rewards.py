@@ -236,17 +236,18 @@ ADVERSARIAL = [  # text, gold, right verdict
 @pytest.mark.parametrize("case", range(len(ADVERSARIAL)))
 def test_adversarial_texts_get_the_right_verdict_in_50_ms(case):
     text, gold, want = ADVERSARIAL[case]
-    seconds = []
     for _ in range(3):                                         # CPU time, best of 3: the machine may be shared
         start = time.process_time()
         assert grade(text, gold, last_number=True).correct == want
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05 * fuzz_rewards.slowness(), seconds
+        seconds = time.process_time() - start
+        if seconds < 0.05 * fuzz_rewards.slowness():
+            return
+    pytest.fail(f"{seconds:.3f} s")
 
 
 def test_random_texts_raise_nothing_and_verdicts_are_reflexive_symmetric_and_fast():
-    """Runs 2,000 random strings and mutated golds; `python tests/fuzz_rewards.py 1000000` runs more of them."""
-    assert fuzz_rewards.run(2_000)["failures"] == []
+    """Runs 700 random strings and mutated golds; `python tests/fuzz_rewards.py 1000000` runs more of them."""
+    assert fuzz_rewards.run(700)["failures"] == []
 
 
 # scores ---------------------------------------------------------------------------------------------------------------
@@ -343,19 +344,13 @@ def plug_ins(tmp_path, monkeypatch):
 PROBLEM = Problem("p1", "q", "", row={"level": 5, "problem": "q"})
 
 
-def test_a_function_is_loaded_with_a_dataclass_of_postponed_annotations(tmp_path, monkeypatch):
+def test_a_function_may_import_a_neighbour_and_have_a_dataclass_of_postponed_annotations(tmp_path, monkeypatch):
     """The module dataclasses looks the function's module up in sys.modules, so it must be there."""
-    source = ("from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n@dataclass\nclass Score:\n"
-              "    value: float\n\n\ndef length(completion, gold):\n    return Score(len(completion)).value\n")
-    (tmp_path / "scored_by_length.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    assert load_function("scored_by_length:length", "--reward")("abc", "x") == 3
-
-
-def test_a_function_may_import_a_neighbour_of_its_file(tmp_path, monkeypatch):
+    source = ("from __future__ import annotations\nfrom dataclasses import dataclass\nimport half_a_reward\n\n"
+              "@dataclass\nclass Score:\n    value: float\n\n"
+              "def f(completion, problem):\n    return Score(half_a_reward.HALF).value\n")
     (tmp_path / "half_a_reward.py").write_text("HALF = 0.5\n")
-    (tmp_path / "rewarded.py").write_text("import half_a_reward\n\n\ndef f(completion, problem):\n"
-                                          "    return half_a_reward.HALF\n")
+    (tmp_path / "rewarded.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part])             # "" is the working directory
     assert load_function("rewarded:f", "--reward")("abc", "x") == 0.5

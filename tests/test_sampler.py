@@ -1,13 +1,12 @@
 """
 What is sampled against plain float64 forwards of whole sequences, the randomness against SplitMix64's published
-numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that needs none, on 3,000 requests.
+numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that needs none, on 1,000 requests.
 
 python -m pytest tests/test_sampler.py -v
 """
 import math
 import os
 import random
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapte
 
 import sampler as sampler_py
 from aqn import noisy_norms
-from files import Stopped
+from files import Stopped, UserError
 from lora import attach
 from model import load
 from sampler import (
@@ -49,12 +48,17 @@ def prompts_of(vocab, lengths=LENGTHS, seed=3):
     return [t.tolist() for t in flat.split(list(lengths))]
 
 
-def plain_uniform(key, position):
-    """Output number position + 1 of SplitMix64 started at `key`: its upper 23 bits, plus a half, over 2^23."""
-    z = (key + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+def splitmix64(seed, number=1):
+    """Its output of this number, counted from 1."""
+    z = (seed + number * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return ((z ^ z >> 31) // 2**41 + 0.5) / 2**23
+    return z ^ z >> 31
+
+
+def plain_uniform(key, position):
+    """The upper 23 bits of output number position + 1 of SplitMix64 started at `key`, plus a half, over 2^23."""
+    return (splitmix64(key, position + 1) // 2**41 + 0.5) / 2**23
 
 
 def distributions(case, tensors, rollouts, temperature, live_vocab):
@@ -86,9 +90,9 @@ def minimal_gib(model, max_length, extra=0):
 # -----------------------------------------------------------------------------
 # What is sampled
 
-@pytest.mark.parametrize("engine", [TorchEngine, WindowEngine])
-@pytest.mark.parametrize("policy,shape", [("base", "untied"), ("adapter", "untied"), ("noise", "untied"),
-                                          ("adapter", "qwen3-tied"), ("noise", "qwen3-untied")])
+@pytest.mark.parametrize("policy,shape,engine", [
+    ("base", "untied", TorchEngine), ("adapter", "untied", WindowEngine), ("noise", "untied", TorchEngine),
+    ("adapter", "qwen3-tied", WindowEngine), ("noise", "qwen3-untied", TorchEngine)])
 def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engine):
     case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
@@ -111,8 +115,7 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
         assert got.dtype == torch.float32 and (got - want.amax(-1)).abs().max() < FP32
 
 
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+@pytest.mark.parametrize("base,temperature", [("bf16", 0.5), ("nvfp4", 1.0), ("bf16", 1.6)])
 def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperature):
     case, seed = tiny["tied"], 11
     model = load(case.folder, base=base, device="cpu")
@@ -140,7 +143,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
 
 def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
     model = load(tiny["untied"].folder, base="nvfp4", device="cpu")
-    prompts, end_ids = prompts_of(101), (3, 17)
+    prompts, end_ids = prompts_of(101, (1, 5, 32, 33, 64, 65)), (3, 17)
 
     def rollouts(prompts=prompts, places=None, group_size=3, max_rows=64, kv_gib=None, engine=TorchEngine):
         prefills = []
@@ -219,8 +222,7 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
         assert not any(finished(free))
 
 
-@pytest.mark.parametrize("top_k,top_p", [(5, 1.0), (0, 0.7), (8, 0.8)])
-@pytest.mark.parametrize("temperature", [0, 1.4])
+@pytest.mark.parametrize("top_k,top_p,temperature", [(5, 1.0, 0), (0, 0.7, 1.4), (8, 0.8, 0), (8, 0.8, 1.4)])
 def test_with_top_k_or_top_p_log_probs_are_over_the_tokens_that_are_kept(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
@@ -270,6 +272,7 @@ def test_uniforms_are_splitmix64():
     for position in (0, 1, 255, 40_000):
         got = uniforms(torch.tensor(keys), torch.full((len(keys),), position))
         assert got.tolist() == [plain_uniform(key, position) for key in keys]
+    assert row_key(7, 5, 3) == splitmix64(splitmix64(splitmix64(7) + 5) + 3) // 2
 
 
 def chi_square(counts, expected):
@@ -322,8 +325,8 @@ def test_no_token_without_probability_is_drawn_where_a_sum_moves_by_an_ulp(monke
     # As a GPU's sum in blocks can: here it rises at token 1 and falls at token 3, which have no probability.
     monkeypatch.setattr(sampler_py, "running_sum", lambda p: torch.tensor([[0.25, 0.26, 0.75, 0.74, 1.0]]))
     logits = torch.tensor([[0.25, 0, 0.5, 0, 0.25]]).log()
-    drawn = {u: draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.255, 0.745, 0.76)}
-    assert drawn == {0.24: 0, 0.255: 2, 0.745: 2, 0.76: 4}
+    drawn = {u: draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.25, 0.745, 0.76)}
+    assert drawn == {0.24: 0, 0.25: 2, 0.745: 2, 0.76: 4}                 # 0.25 is not beyond the first token's sum
 
 
 # -----------------------------------------------------------------------------
@@ -422,10 +425,10 @@ class AuditedSampler(Sampler):
         super()._release(s)
 
 
-def test_three_thousand_random_requests_match_a_plain_loop():
+def test_a_thousand_random_requests_match_a_plain_loop():
     rng, model = random.Random(0), HashModel()
     requests = preempted = told = stopped = shared = waited = 0
-    while requests < 3_000:
+    while requests < 1_000:
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 3, 7, 24, 64])
         extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
@@ -436,10 +439,18 @@ def test_three_thousand_random_requests_match_a_plain_loop():
             prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
-            places, ends, reported = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), []
-            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), places,
-                                        lambda made, sequences: reported.append(
-                                            (made, [s.row for s in sequences if s.ended])))
+            places, ends, reported, oldest = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), [], []
+            begun = set()                                                 # the sequences that have, and have not ended
+
+            def progress(made, sequences):
+                reported.append((made, [s.row for s in sequences if s.ended]))
+                assert not oldest or oldest[0] is sequences[0], "the oldest row was preempted"
+                oldest[:] = [s for s in sequences if not s.ended]
+                assert begun <= {*sequences} or {*sequences} <= begun, "a new row came before one that was sent back"
+                begun.update(sequences)
+                begun.difference_update([s for s in begun if s.ended])
+
+            rollouts = sampler.generate(prompts, group_size, Sampling(limits, ends, seed=call), places, progress)
             assert len(rollouts.completions) == len(prompts) * group_size
             for b, (prompt, completion) in enumerate(zip(rollouts.prompts, rollouts.completions)):
                 assert prompt is prompts[b // group_size]
@@ -458,7 +469,7 @@ def test_three_thousand_random_requests_match_a_plain_loop():
     assert told == preempted and waited > 300
 
 
-@pytest.mark.parametrize("max_length", [2, 31, 32, 33, 64, 65, 96, 97])
+@pytest.mark.parametrize("max_length", [2, 32, 33, 65])
 def test_the_smallest_pool_holds_any_one_sequence(max_length):
     model = HashModel()
     sampler = AuditedSampler(model, max_length, 4, minimal_gib(model, max_length), engine=HashEngine)
@@ -481,10 +492,8 @@ def test_a_pool_gives_out_every_block_but_the_first_once():
 
 def test_a_pool_that_holds_less_than_one_sequence_is_refused():
     model = HashModel()
-    need = minimal_gib(model, 97, extra=-0.5)                             # without its half a kv_block to spare
-    message = f"less than one sequence of 97 tokens, which takes {need:.4g} GiB: more memory or shorter"
     for kv_gib in (minimal_gib(model, 97, extra=-1), 0):
-        with pytest.raises(ValueError, match=re.escape(f"KV pool of {kv_gib:.4g} GiB holds {message}")):
+        with pytest.raises(UserError, match="sequence of 97 tokens"):
             Sampler(model, 97, kv_gib=kv_gib, engine=HashEngine)
     Sampler(model, 97, kv_gib=minimal_gib(model, 97), engine=HashEngine)
 
@@ -492,24 +501,18 @@ def test_a_pool_that_holds_less_than_one_sequence_is_refused():
 @pytest.mark.parametrize("kv_gib", [2**50, None])
 def test_a_pool_that_cannot_be_allocated_is_refused(kv_gib, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**40)
-    message = f"GiB of KV cache, for up to {10**15} sequences of 97 tokens: fewer or shorter ones take less"
-    with pytest.raises(ValueError, match=f"^not enough memory for .* {message}$"):
+    with pytest.raises(UserError, match=f"{10**15} sequences of 97 tokens"):
         Sampler(HashModel(), 97, max_rows=10**15, kv_gib=kv_gib, engine=HashEngine)
 
 
 def test_requests_that_do_not_fit_stop():
     sampler = Sampler(HashModel(), 50, engine=HashEngine)
-    with pytest.raises(AssertionError, match=r"a prompt of 30 tokens \+ 21 new ones does not fit max_length=50"):
-        generate(sampler, [[5] * 30], max_new_tokens=21)
-    with pytest.raises(AssertionError, match="a prompt of 0 tokens"):
-        generate(sampler, [[5], []], max_new_tokens=2)
-    for limits in (0, [3, 0], [3]):
-        with pytest.raises(AssertionError, match="need 2 limits above 0"):
-            generate(sampler, [[5]], group_size=2, max_new_tokens=limits)
-    with pytest.raises(ValueError, match="zip"):
-        generate(sampler, [[5], [6]], max_new_tokens=2, places=[1])
-    with pytest.raises(ValueError, match="zip"):                          # once an empty list meant the default
-        generate(sampler, [[5]], max_new_tokens=2, places=[])
+    for prompts, limits in (([[5] * 30], 21), ([[5], []], 2), ([[5]], 0), ([[5]] * 2, [3, 0]), ([[5]] * 2, [3])):
+        with pytest.raises(AssertionError):
+            generate(sampler, prompts, max_new_tokens=limits)
+    for places in ([1], []):                                              # an empty list is no default
+        with pytest.raises(ValueError):
+            generate(sampler, [[5], [6]], max_new_tokens=2, places=places)
     nothing = generate(sampler, [], max_new_tokens=2)
     assert nothing.completions == [] and nothing.idle == 0
 
@@ -600,20 +603,11 @@ def test_a_prefill_takes_the_prefixes_that_wait_next_along():
     assert sizes == [[1, 1, 60], [60]] and rollouts.preempted == 0
 
 
-def test_a_mask_tells_sampled_tokens_from_a_tools_and_ranks_with_and_without_one_add():
-    a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)])
-    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))])
-    assert (a + a).num_tokens == 6
-    assert (a + b).sampled().tolist() == [[True, False, False], [True, True, False], [True, False, True]]
-    assert (b + a).sampled().tolist() == [[True, False, True], [True, False, False], [True, True, False]]
-    assert (a + b).num_tokens == 5 and b.num_tokens == 2
-
-
-def test_rollouts_of_two_ranks_add():
+def test_rollouts_of_two_ranks_add_and_a_mask_tells_sampled_tokens_from_a_tools():
     a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)], 1.0, 6, 2)
-    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True)], 3.0, 4, 1)
+    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))], 3.0, 4, 1)
     both = a + b
-    assert both.completions == [[2], [3, 4], [8, 7, 6]] and both.num_tokens == 6
-    assert finished(both) == [True, False, True]
-    assert both.preempted == 3
-    assert both.seconds == 3.0 and (a.idle, both.idle) == pytest.approx((0.5, 0.4))
+    assert both.completions == [[2], [3, 4], [8, 7, 6]] and finished(both) == [True, False, True]
+    assert both.sampled().tolist() == [[True, False, False], [True, True, False], [True, False, True]]
+    assert (a.num_tokens, b.num_tokens, both.num_tokens, both.preempted, both.seconds) == (3, 2, 5, 3, 3.0)
+    assert (a.idle, both.idle) == pytest.approx((0.5, 0.5))

@@ -76,12 +76,6 @@ def test_the_page_shows_what_the_script_prints():
     assert len(sections[last].splitlines()) == len(page[last].splitlines()) and last.startswith("10.")
 
 
-def test_a_changed_figure_would_be_noticed():
-    assert differences("loss -0.3239", "loss -0.3241") and not differences("loss -0.3239", "loss -0.3240")
-    assert differences("5 tokens", "6 tokens") and differences("2.5e-03", "2.7e-03")
-    assert differences("right 95%", "right 96%") and not differences("a -0.0000", "a 0.0000")
-
-
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_the_figures_in_a_drawing_are_those_of_the_page(name):
     page = "\n".join(shown(PAGE.read_text(encoding="utf-8")).values())
