@@ -316,11 +316,11 @@ def test_the_models_own_answers_to_the_problems_of_a_seed():
     tokenizer = Tokenizer(TINY)
     problems = [Problem(f"p{i}", f"What is {i} + 2?", f"{i + 2}") for i in range(8)]
     problems = encode_prompts(tokenizer, problems, "boxed", 99)
-    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, None, 12, seed) for seed in (0, 0, 1))
+    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed) for seed in (0, 0, 1))
     assert texts == again != other and len(texts) == 8
     for text, problem in zip(texts, problems):
         answer = text.tokens[text.start:]
         assert text.tokens[:text.start] == problem.prompt
         assert 1 <= len(answer) <= 12 and (len(answer) == 12 or answer[-1] in tokenizer.end_ids)
     with pytest.raises(ValueError, match="--calibrate takes at least 2 problems, one to measure by, got 1"):
-        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU, None, 12, 0)
+        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU, 12, 0)
