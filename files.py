@@ -105,9 +105,14 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
 
 
 def parse_json(text: str, place: str | Path) -> object:
-    """The value of a JSON text. UserError, naming `place`, if it is not JSON."""
+    """The value of a JSON text. UserError, naming `place`, if it is not JSON: NaN and Infinity are
+    not, though json.loads takes them.
+    """
+    def refuse_constant(name):
+        raise ValueError(f"{name} is not JSON")
+
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: is not JSON ({first_line(error)})") from None
 

@@ -65,7 +65,7 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path):
             read_text(tmp_path / name)
 
 
-@pytest.mark.parametrize("text", ["[1]", "", "{", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[1]", "", "{", '{"a": NaN}', "[" * 100_000])
 def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="x.json: ") as error:
