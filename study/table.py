@@ -4,17 +4,18 @@ The study's figures, recomputed from results.csv, and its picture:
     python study/table.py
     python study/table.py accuracy.svg
 
-results.csv has one row a run: arm and seed, model, data, codes of the frozen weights, learning rate (lr), noise (sigma)
-and how the loss corrects for it, steps, the number of test problems, and the right answers in percent before and after
-training: greedy, and sampled (8 answers a problem at temperature 1).
+results.csv has one row a run: arm and seed, model, data, codes of the frozen weights ("trained": full fine-tuning, where
+none are frozen), learning rate (lr), noise (sigma) and how the loss corrects for it, steps, the number of test problems,
+and the right answers in percent before and after training: greedy, and sampled (8 answers a problem at temperature 1).
 
 A line of the output is arm A minus arm B in points of right answers after training, with the half width of its 95 %
 interval by three rules:
 
     paired    Student's t over the differences of the seeds that both arms have
-    Welch     Welch's t over the seeds of either arm: pairs are worth little where seeds hardly correlate
-    pooled    the seeds that both arms have, with the common variance over seeds of all arms of that model and data;
-              the better one where there are two or three seeds
+    Welch     Welch's t over the seeds of either arm: pairs are worth little where seeds hardly correlate. Where the arms
+              have other seeds, it is about another difference, that of the means of all seeds
+    pooled    the seeds that both arms have, with the common variance over seeds of all arms of that model and data
+              that train an adapter; the better one where there are two or three seeds
 
 All say where the figure would lie with other seeds on the same test problems, from the same 4-bit conversions.
 """
@@ -33,6 +34,9 @@ COMPARISONS = (
     ("repaired - calibrated", "o9-rep", "o9-cal"),
     ("repaired - bf16", "o9-rep", "o9-bf16"),
     ("AQN 1e-2 - none, calibrated", "o9-aqn", "o9-cal"),
+    ("LoRA at 2e-4 - full at 1e-5, bf16", "o9-bf16", "o10-full-1e-5"),
+    ("calibrated LoRA at 2e-4 - full at 1e-5", "o9-cal", "o10-full-1e-5"),
+    ("calibrated LoRA, AQN 1e-2 - full at 1e-5", "o9-aqn", "o10-full-1e-5"),
     ("calibrated at 1e-4 - bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
      "math-calibrated-1e-4 math-calibrated-2e-4", "math-bf16-1e-4 math-bf16-2e-4"),
@@ -93,9 +97,10 @@ def values(arms: dict, names: str, kind: str) -> dict[int, float]:
 
 
 def pooled_variance(arms: dict, like: dict, kind: str) -> tuple[float, int]:
-    """The variance over seeds within arms of the same model and data, and its degrees of freedom."""
-    groups = [[float(row[kind]) for row in arm.values() if row[kind]] for arm in arms.values()
-              if all(next(iter(arm.values()))[key] == like[key] for key in ("model", "data"))]
+    """The variance over seeds within arms of the same model and data that train an adapter, and its degrees of freedom."""
+    firsts = {name: next(iter(arm.values())) for name, arm in arms.items()}
+    groups = [[float(row[kind]) for row in arm.values() if row[kind]] for name, arm in arms.items()
+              if all(firsts[name][key] == like[key] for key in ("model", "data")) and firsts[name]["codes"] != "trained"]
     groups = [group for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in groups)
     return sum((len(group) - 1) * variance(group) for group in groups) / freedom, freedom
@@ -110,12 +115,15 @@ def compare(arms: dict, a: str, b: str, kind: str) -> str:
     differences = [left[seed] - right[seed] for seed in both]
     n = len(both)
     paired = t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")
-    some_run = next(iter(arms[a.split()[0].split("+")[0]].values()))
-    each, freedom = pooled_variance(arms, some_run, "sampled" if kind == "gain" else kind)
-    count = len(a.split())                       # the mean of several arms varies less
-    pooled = t_quantile(freedom) * (2 * each / count / n)**0.5
-    return (f"{mean(differences):+.2f}, paired {paired:.2f}, Welch {welch(left, right):.2f}, pooled {pooled:.2f}; "
-            f"{n} seeds")
+    line = f"{mean(differences):+.2f}, paired {paired:.2f}, Welch {welch(left, right):.2f}"
+    if left.keys() != right.keys():              # Welch's t takes all seeds of either arm
+        line += f" about {mean(left.values()) - mean(right.values()):+.2f}"
+    runs = [next(iter(arms[name.split()[0].split("+")[0]].values())) for name in (a, b)]
+    if all(run["codes"] != "trained" for run in runs):
+        each, freedom = pooled_variance(arms, runs[0], "sampled" if kind == "gain" else kind)
+        count = len(a.split())                   # the mean of several arms varies less
+        line += f", pooled {t_quantile(freedom) * (2 * each / count / n)**0.5:.2f}"
+    return f"{line}; {n} seeds"
 
 
 def welch(left: dict[int, float], right: dict[int, float]) -> float:
