@@ -319,8 +319,11 @@ class Plan:
         """
         free = self.free - self.pool
         tokens = self.micro_batch_tokens
-        while self.kept_layers and self.worst_case(tokens, self.kept_layers) > free:
-            self.kept_layers = self.kept_layers * 7 // 8
+        layer = self.layer_bytes_per_token * max(tokens, self.row_tokens)
+        while self.kept_layers and (over := self.worst_case(tokens, self.kept_layers) - free) > 0:
+            # As many as are too many; an eighth where the GPU ran out of memory, inf.
+            fewer = math.ceil(over / layer) if over < math.inf else self.kept_layers // 8
+            self.kept_layers = max(0, self.kept_layers - max(1, fewer))
         if not self.kept_layers and self.worst_case(tokens) == math.inf:
             raise UserError(f"micro-batches of {tokens} tokens do not fit beside a KV pool of "
                              f"{self.pool / GIB:.1f} GiB: take --micro-batch-tokens "

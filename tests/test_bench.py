@@ -36,8 +36,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [3 + i % 17 for i in range(count)])
     monkeypatch.setattr(bench.memory, "bound", lambda gib, device: None)
     for name, answer in dict(synchronize=None, set_device=None, reset_peak_memory_stats=None, max_memory_allocated=0,
-                             max_memory_reserved=0, get_device_name="NVIDIA H200",
-                             get_device_properties=None).items():
+                             max_memory_reserved=0, get_device_name="NVIDIA H200").items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 
 

@@ -219,6 +219,15 @@ def test_the_dry_step_lets_layers_that_do_not_fit_drop_their_activations(gpu):
     assert plan.kept_layers == 2 and plan.dry_step().kept_layers == 1
 
 
+def test_the_dry_step_drops_no_more_layers_than_are_too_many(gpu, monkeypatch):
+    # 28 layers and the micro-batch take 32 GiB of 32.1 (80 less 2, 2.4 and the pool), and half a GiB more in truth.
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, layers=28))
+    plan = gpu.plan(kv_gib=43.5, tokens=200)
+    worst_case = plan.worst_case
+    monkeypatch.setattr(plan, "worst_case", lambda *sizes: worst_case(*sizes) + GIB / 2)
+    assert plan.kept_layers == 28 and plan.dry_step().kept_layers == 27
+
+
 def test_a_kept_layer_saves_its_share_of_a_forward(gpu, monkeypatch):
     # 4,096 tokens take 4 GiB and a layer of them 1. Of 4.8 GiB the pool gets 0.5: no layer is kept; with micro-batches
     # of 2,048 tokens four of 28 were, but W would be expanded twice as often.
