@@ -108,17 +108,14 @@ def finishing_kib(rank: int, columns: int) -> float:
     return 2 * 2 * R * (columns + 16) / 1024
 
 
-def check_rank(rank: int, device: torch.device, what: str) -> None:
-    """UserError for an adapter whose rank is too large for the GPU's shared memory.
-
-    what: names the adapter in the message, for example "--lora-rank 1024".
-    """
+def check_rank(rank: int, device: torch.device) -> None:
+    """UserError for an adapter whose rank is too large for the GPU's shared memory."""
     has = shared_memory_kib(capability(device))
     needs = finishing_kib(rank, NARROW_TILE)
     if needs > has:
         fits = max(2**i for i in range(20) if finishing_kib(2**i, NARROW_TILE) <= has)
-        raise UserError(f"{what} needs {needs:,.0f} KiB of shared memory, and this GPU has {has} "
-                        f"KiB: the largest rank that fits is {fits}")
+        raise UserError(f"an adapter of rank {rank} needs {needs:,.0f} KiB of shared memory, and "
+                        f"this GPU has {has} KiB: the largest rank that fits is {fits}")
 
 
 def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
@@ -216,7 +213,7 @@ class GraphEngine(TorchEngine):
             raise UserError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
                             f"kernels take at most {QUERY_TILE} on each")
         if model.adapter:
-            check_rank(model.adapter.rank, kv.device, f"an adapter of rank {model.adapter.rank}")
+            check_rank(model.adapter.rank, kv.device)
         super().__init__(model, kv, max_rows)
         self.max_rows = max_rows
         self.tile_siblings = QUERY_TILE // (c.heads // c.kv_heads)

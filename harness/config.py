@@ -76,7 +76,7 @@ class Model:
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
                          "(default: the bundled model, with defaults of its own)")
     train: str = setting("lora", "lora: an adapter on frozen weights; full: every weight of a "
-                         "16-bit model, by default with --base bf16 and --lr 1e-5",
+                         "16-bit model, by default with --base bf16 and --lr 3e-6",
                          choices=("lora", "full"))
     base: str = setting("nvfp4", "format of the frozen linear layers", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
@@ -237,7 +237,7 @@ TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_promp
 
 
 # --train full has other defaults than an adapter: its rates are a tenth.
-FULL_DEFAULTS = dict(base="bf16", lr=1e-5)
+FULL_DEFAULTS = dict(base="bf16", lr=3e-6)
 
 
 # -----------------------------------------------------------------------------
