@@ -22,7 +22,8 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name):
     assert choose_device("cpu", "nowhere") == choose_device(None, ".") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("capability,refused", [((9, 0), ""), ((8, 0), ""), ((12, 0), ""), ((7, 5), "sm_75"), ((7, 0), "sm_70")])
+@pytest.mark.parametrize("capability,refused", [
+    ((9, 0), ""), ((8, 0), ""), ((12, 0), ""), ((7, 5), "sm_75"), ((7, 0), "sm_70")])
 def test_a_gpu_without_the_kernels_is_refused_in_one_line(capability, refused, fake_gpu, monkeypatch):
     fake_gpu(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)

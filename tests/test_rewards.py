@@ -279,6 +279,8 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
                 for id, answer, prompt in (("a", "5", 2), ("b", "6", 3))]
     texts = "\\boxed{5}", "the answer is 6.", "asks a", "asks b"
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: texts[ids[0]])
+    mask = torch.tensor([True, False, True])                               # a tool wrote the second token
+    answers[1] = Row([], [1, 1, 1], torch.tensor([-1.0, -9.0, -2.0]), True, mask)
     rows = grade_rows(tokenizer, problems, answers)
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
