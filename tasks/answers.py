@@ -867,8 +867,8 @@ def may_rename(a: tuple, b: tuple) -> bool:
 
 
 def same_number(a: Reading, b: Reading, point: Point) -> bool:
-    """50% is 50%, 0.5 and also 50, since the sign is often in the question. But 0.5% is not 0.5, and
-    2500% is not 25: an answer of 50% or 25% would be 100 times off. 3 mod 7 is 10 mod 7 and 3.
+    """50% is 50%, 0.5 and also 50, since the sign is often in the question. But 0.5% is not 0.5,
+    and 2500% is not 25: an answer of 50% or 25% would be 100 times off. 3 mod 7 is 10 mod 7 and 3.
     """
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False

@@ -80,7 +80,8 @@ def test_edges_of_ranges_are_taken(flags):
 
 
 @pytest.mark.parametrize("flags", [
-    "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17", "--calibrate 8 --base nf4", "--noise-schedule cosine", "--noise-stages 4",
+    "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17", "--calibrate 8 --base nf4",
+    "--noise-schedule cosine", "--noise-stages 4",
     "--sigma-end 1e-4"])                                                  # no noise is the default
 def test_flags_that_contradict_each_other(flags):
     flag = flags.split()[0]
@@ -102,7 +103,7 @@ def test_every_setting_is_a_flag_and_comes_back_from_run_json(run):
     assert given.flat().keys() == FIELDS.keys() and Settings.of(given.flat()) == given
     folder = run("--model", "x/qwen", "--lr", "0.5", "--seed", "7", "--keep", "3")
     again, before = read_settings(["--resume", "--out", folder])
-    assert again == Settings.of(given.flat() | dict(memory_gib=None, out=folder))            # nothing of the machine or the folder
+    assert again == Settings.of(given.flat() | dict(memory_gib=None, out=folder))    # not the machine's, the folder's
     assert before == json.loads(Path(folder, "run.json").read_text())
     with pytest.raises(dataclasses.FrozenInstanceError):
         given.optim.lr = 1
@@ -164,7 +165,8 @@ def test_another_run_does_not_hand_on_what_it_decided_for_its_own_model(run):
 @pytest.mark.parametrize("name,value", [
     ("lr", "fast"), ("lr", 12), ("lr", -1), ("steps", 2.5), ("steps", True), ("epochs", [2]), ("epochs", 0),
     ("base", "int3"), ("warmup", 2), ("lora_rank", 10**12),      # a value
-    ("train_norms", False), ("preset", "paper"), ("entropy_coef", 0.1), ("Lr", 0.1), ("", 1), ("help", 1), ("config", "x"),         # no setting, a fork's
+    ("train_norms", False), ("preset", "paper"), ("entropy_coef", 0.1), ("Lr", 0.1), ("", 1), ("help", 1),
+    ("config", "x"),                                             # no setting, a fork's
     ("out", "x"), ("device", "cpu"), ("memory_gib", 3), ("keep", 3)])        # of the machine
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_wrong_entry_of_a_file_is_refused_by_name(run, name, value, resume):
