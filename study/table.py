@@ -38,6 +38,7 @@ COMPARISONS = (
     ("calibrated LoRA at 2e-4 - full at 1e-5", "o9-cal", "o10-full-1e-5"),
     ("calibrated LoRA, AQN 1e-2 - full at 1e-5", "o9-aqn", "o10-full-1e-5"),
     ("calibrated at 1e-4 - bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4"),
+    ("calibrated at 1e-4 - all bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16"),
     ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
      "math-calibrated-1e-4 math-calibrated-2e-4", "math-bf16-1e-4 math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, both at 2e-4", "math-calibrated-2e-4", "math-bf16-2e-4"),
@@ -50,12 +51,15 @@ COMPARISONS = (
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
     ("sigma 5e-2, default correction - none", "noise-truncate", "noise-none"),
     ("sigma 5e-2, paper's clip - none", "noise-ppo", "noise-none"),
+    ("sigma 5e-2, paper's clip - default correction", "noise-ppo", "noise-truncate"),
     ("sigma 5e-2: a draw an answer - a draw a step", "noise-draws", "noise-uncorrected"),
     ("advantages undivided - divided, 1.5B", "recipe-undivided", "recipe-divided"),
     ("nearest - bf16, 1e-4", "nearest", "bf16"),
     ("searched - bf16, 1e-4", "search", "bf16"),
     ("NF4 - bf16, 1e-4", "nf4", "bf16"),
     ("MXFP4 - bf16, 1e-4", "mxfp4", "bf16"),
+    ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
+    ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
 )
 # The picture's bars: arm, label.
 BARS = (("o9-bf16", "bf16"), ("o9-cal", "NVFP4, calibrated"), ("o9-rep", "NVFP4, repaired"),
