@@ -236,7 +236,7 @@ TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_promp
                      max_new_tokens=48, lr=5e-4)
 
 
-# --train full has other defaults than an adapter: its rates are a tenth.
+# --train full has other defaults than an adapter.
 FULL_DEFAULTS = dict(base="bf16", lr=3e-6)
 
 

@@ -146,9 +146,9 @@ def check_size(wanted: Model, config: ModelConfig, limit: float) -> None:
                  "CUDA": CUDA_CONTEXT}
     if sum(parts.values()) > limit:
         taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
-        raise UserError(f"--model {wanted.model} takes more than the {limit / GIB:.1f} GiB that "
-                        f"there are: {taken}. Take --base nvfp4, a smaller --lora-rank, a smaller "
-                        "model or a larger card")
+        help = "--train lora" if wanted.train == "full" else "--base nvfp4, a smaller --lora-rank"
+        raise UserError(f"--model {wanted.model} needs more than the {limit / GIB:.1f} GiB that "
+                        f"are available: {taken}. Use {help}, a smaller model or a larger card")
 
 
 def free_memory(memory_gib: float | None) -> float:

@@ -1,6 +1,6 @@
 """
 Reads what this project writes with other programs, and compares: PEFT, transformers and compressed-tensors.
-docs/interoperability.md has the figures that it printed.
+docs/formats.md has the figures that it printed.
 
     pip install -r requirements.txt transformers==5.23.0 peft==0.21.2 compressed-tensors==0.20.0 accelerate
     python tests/compare_with_transformers.py MODEL RUN --answers 128
