@@ -430,5 +430,5 @@ def test_a_run_that_exceeds_the_card_is_refused_before_its_weights_are_read(fake
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (2**20, 2**34))             # 1 MiB is free
     monkeypatch.setattr(setup, "read_model", lambda *_: pytest.fail("weights were read"))
     settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run")])
-    with pytest.raises(UserError, match=r"--model .*tiny takes more than the 0.6 GiB .*an adapter of rank 64"):
+    with pytest.raises(UserError, match=r"--model .*tiny needs more than the 0.6 GiB .*an adapter of rank 64"):
         setup.prepare(settings, None)
