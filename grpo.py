@@ -19,8 +19,7 @@ Padding, a tool's tokens in the middle of an answer, cut and unscorable rows are
 Three policies give each token a probability:
 
     rollout    sampled it: quantized and with AQN's noise; its log-probs were recorded then
-    old        the learner, without noise, at its first pass over the row (verl's old log-probs are
-               those of the start of the step)
+    old        the learner, without noise, before the step's first update
     policy     the learner now: the only one with a gradient
 
     importance weight = min(old / rollout, 2)    corrects for noise and rounding of the rollout
@@ -36,8 +35,7 @@ numbers: the ratio is 1, nothing is clipped, and the gradient is that of
 
 Several updates come from --epochs N, which trains N times (passes) on every row, and from
 --updates-per-rollout N, which trains on one Nth of the groups at a time. The old log-probs cost no
-forward pass, because a row's first pass computes them anyway. (verl computes them for all rows
-before the first update of a step; its ratio therefore covers all updates of the step.)
+forward pass where the first update trains on every row, because it computes them anyway.
 
 A weight is 1 / divisor. The divisor counts rows or tokens of the whole update and is known before
 the first backward pass, so gradients of micro-batches and ranks are simply added up.

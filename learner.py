@@ -36,9 +36,9 @@ class Batch:
     """The answers of one training step: made once, and given to every update on them.
 
     advantages (B,) fp32 are those of the rows. old holds the old log-probs (grpo.py) of the rows
-    that this rank has trained on: (completion tokens,) fp32, detached, on the model's device, from
-    the learner's first pass over the row. seen holds the rows that any rank has trained on in an
-    earlier update.
+    that this rank trains on: (completion tokens,) fp32, detached, on the model's device, from
+    keep_old_logprobs() or else from the learner's first pass over the row. seen holds the rows that
+    any rank has trained on in an earlier update.
     """
     rows: list[Row]
     advantages: Tensor
@@ -188,35 +188,53 @@ class Learner:
 
         Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
         """
-        # A row of advantage 0 has no gradient but that of a KL term, and is skipped without one. It
-        # still counts in the divisor, which is in the weights already.
-        teaches = (batch.advantages != 0) | self.loss.needs_reference
-        trained = torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
-        prompts = [batch.rows[b].prompt for b in trained]
-        completions = [batch.rows[b].completion for b in trained]
+        trained = self._trained(batch, weights)
         total = {}
-        for _, rows in share_of_rank(prompts, completions, self.micro_batch_tokens, rank, ranks):
-            loss, sums = self._micro_batch(batch, [trained[i] for i in rows], weights)
+        for numbers in self._share(batch, trained, rank, ranks):
+            loss, sums = self._micro_batch(batch, numbers, weights)
             loss.backward()
             total = grpo.add_sums(total, sums)
         batch.seen.update(trained)
         return {name: value.cpu() for name, value in total.items()}
+
+    @torch.no_grad()
+    def keep_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
+        """Computes batch.old of all rows before the first of several updates that train different
+        rows, at the cost of a forward pass. minibatches: the weights of each.
+        """
+        for weights in minibatches:              # dealt to the ranks as the update will deal them
+            for numbers in self._share(batch, self._trained(batch, weights), RANK, WORLD):
+                tokens, starts, lengths = as_tokens([batch.rows[b] for b in numbers])
+                old, _ = self.model.token_logprobs(tokens, starts, self.temperature)
+                batch.old.update(zip(numbers, old.split(lengths)))
+
+    def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
+        """The numbers of the rows that an update trains on."""
+        # A row of advantage 0 has no gradient but that of a KL term, and is skipped without one. It
+        # still counts in the divisor, which is in the weights already.
+        teaches = (batch.advantages != 0) | self.loss.needs_reference
+        return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
+
+    def _share(self, batch: Batch, trained: list[int], rank: int, ranks: int) -> list[list[int]]:
+        """One rank's micro-batches of these rows, as their numbers."""
+        prompts = [batch.rows[b].prompt for b in trained]
+        completions = [batch.rows[b].completion for b in trained]
+        share = share_of_rank(prompts, completions, self.micro_batch_tokens, rank, ranks)
+        return [[trained[i] for i in rows] for _, rows in share]
 
     def _micro_batch(self, batch, numbers, weights):
         """-> the loss of the rows of a batch with these numbers, differentiable, and their sums."""
         model = self.model
         device = model.device
         rows = [batch.rows[b] for b in numbers]
-        tokens = [row.prompt + row.completion for row in rows]
-        starts = [len(row.prompt) for row in rows]
-        lengths = [len(row.completion) for row in rows]
+        tokens, starts, lengths = as_tokens(rows)
         policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_layers)
         reference = None
         if self.loss.needs_reference:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         rollout = torch.cat([row.logprobs for row in rows]).to(device)
-        # A row's first pass keeps its log-probs as the old ones, for later passes.
+        # Without keep_old_logprobs(), a row's first pass keeps its log-probs for later ones.
         for b, logprobs in zip(numbers, policy.detach().split(lengths)):
             if b not in batch.old:
                 # A rank keeps those of its own rows only. --epochs repeats the same updates, and
@@ -237,6 +255,12 @@ class Learner:
         sums["entropy"] = entropy[kept].sum().double()           # token_logprobs has detached it
         sums["loss"] = loss.detach().double()
         return loss, sums
+
+
+def as_tokens(rows: list[Row]) -> tuple[list[list[int]], list[int], list[int]]:
+    """-> each row's token ids, the place of its first completion token, and how many it has."""
+    return ([row.prompt + row.completion for row in rows], [len(row.prompt) for row in rows],
+            [len(row.completion) for row in rows])
 
 
 # -----------------------------------------------------------------------------

@@ -202,6 +202,31 @@ def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeyp
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
 
 
+@pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
+def test_minibatches_share_the_old_policy_from_before_the_first(tiny, loss, changes):
+    learner, _, batch, weights = some_step(tiny, loss, **changes)
+    halves = [torch.where(half[:, None], weights, 0.0) for half in (torch.arange(16) < 8, torch.arange(16) >= 8)]
+    learner.keep_old_logprobs(batch, halves)
+    trained = [b for b in range(16) if weights[b].any() and batch.advantages[b] != 0]
+    rows = [batch.rows[b] for b in trained]
+    with torch.no_grad():
+        start, _ = learner.model.token_logprobs([row.prompt + row.completion for row in rows],
+                                                [len(row.prompt) for row in rows], TEMPERATURE)
+    torch.testing.assert_close(torch.cat([batch.old[b] for b in trained]), start, rtol=0, atol=1e-5)
+    kept = {b: t.clone() for b, t in batch.old.items()}
+    first = learner.update(batch, halves[0], lr=1e-2)
+    assert first.sums["clip_ratio_low"] + first.sums["clip_ratio_high"] == 0
+    moved = {name: t.clone() for name, t in learner.adapter.peft_tensors(learner.adapter.master.data)}
+    second = learner.update(batch, halves[1], lr=0.0)
+    assert second.sums["clip_ratio_low"] + second.sums["clip_ratio_high"] > 0
+    assert all(torch.equal(batch.old[b], t) for b, t in kept.items())
+    # The same rows as one update of weights, in which those of the first half have no advantage.
+    late = dataclasses.replace(batch, advantages=torch.where(torch.arange(16) >= 8, batch.advantages, 0.0))
+    late.old |= {b: batch.rows[b].logprobs for b in range(16) if b not in trained}
+    want, _, _ = plain_gradient(tiny["untied"], moved, late, loss, learner.loss)
+    assert difference(learner.adapter, {name: want[name] for name in moved}) < 1e-5
+
+
 def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
     learner, tensors, batch, weights = some_step(tiny)
     rows = batch.rows
