@@ -508,24 +508,27 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
     k_tiles = triton.cdiv(K, TILE_SIDE)
     bands = triton.cdiv(N, TILE_SIDE)
     tiles = bands * k_tiles
+
+    def programs(stripe: int) -> tuple[int, int, int, int]:
+        """-> A's stripe, in how many pieces it cuts A, A's programs, W's programs."""
+        a_stripe = min(stripe, triton.cdiv(k_tiles, parts_of_k(M)))
+        pieces_of_a = triton.cdiv(k_tiles, a_stripe) if R else 0
+        return (a_stripe, pieces_of_a, triton.cdiv(R, A_TILE) * pieces_of_a,
+                triton.cdiv(tiles, stripe))
+
     # Every BM rows of x take a full set of programs, axis 0 of the grid.
     places = max(1, multiprocessors * config.programs_per_sm // triton.cdiv(M, config.BM))
     for waves in itertools.count(1):
         fit = waves * places
-        for stripe in range(max(1, tiles // fit), tiles + 1):
-            a_stripe = min(stripe, triton.cdiv(k_tiles, parts_of_k(M)))
-            pieces_of_a = triton.cdiv(k_tiles, a_stripe) if R else 0
-            a_programs = triton.cdiv(R, A_TILE) * pieces_of_a
-            w_programs = triton.cdiv(tiles, stripe)
-            if a_programs + w_programs <= fit:
-                break
+        stripe = next((stripe for stripe in range(max(1, tiles // fit), tiles)
+                       if sum(programs(stripe)[2:]) <= fit), tiles)
+        a_stripe, pieces_of_a, a_programs, w_programs = programs(stripe)
         if 2 * w_programs >= min(places, tiles):
             break
-    programs = a_programs + w_programs
     # w_pieces.fn is the Python function that @triton.jit was applied to.
     pieces_of_w = max(w_pieces.fn(band * TILE_SIDE, k_tiles, stripe) for band in range(bands))
     slabs = max(pieces_of_w, pieces_of_a)
-    return StripePlan(k_tiles, stripe, a_stripe, a_programs, programs, slabs)
+    return StripePlan(k_tiles, stripe, a_stripe, a_programs, a_programs + w_programs, slabs)
 
 
 class MatmulSlabs(NamedTuple):
