@@ -67,7 +67,7 @@ def test_out_of_range(flag, values, capsys):
         with pytest.raises(SystemExit):
             settings_of("--sigma-start=0.01", f"{flag}={value}")
         said = capsys.readouterr().err
-        assert f"argument {flag}: must lie in" in said and f"got {value}" in said
+        assert f"argument {flag}: must be in" in said and f"got {value}" in said
 
 
 @pytest.mark.parametrize("flags", [
