@@ -319,7 +319,7 @@ def test_a_config_that_does_not_fit_model_or_tensors_is_refused(tiny, tmp_path, 
     ("tied", lambda c: drop(c, L1 + "mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj.weight"),
     ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(191, 64)}, r"up_proj.* \(191, 64\)"),
     ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(192, 64, dtype=torch.int8)}, "up_proj"),
-    *(("tied", lambda c, name=name, value=value: with_value(c, name, value), f"{name} holds NaN")
+    *(("tied", lambda c, name=name, value=value: with_value(c, name, value), f"{name} contains NaN")
       for name in ("model.norm.weight", "model.embed_tokens.weight", L1 + "self_attn.k_proj.bias",
                    L1 + "mlp.up_proj.weight") for value in (torch.nan, -torch.inf)),
     ("tied", lambda c: quantized(c) | {L1 + "mlp.down_proj.weight": torch.zeros(2)}, "first .*down_proj.weight"),
