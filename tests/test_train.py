@@ -632,7 +632,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_is_used(runs, wh
     shutil.copytree(runs.folder / whole, runs.folder / "damaged")
     os.truncate(runs.folder / "damaged/checkpoints/step_000009/state.safetensors", 1_000_000)
     log = runs.run("damaged", "--resume")
-    assert "step_000009" in log and "step_000006: going on" in log
+    assert "step_000009" in log and "step_000006: continuing" in log
     assert runs.same("damaged", whole)
 
 
