@@ -291,8 +291,8 @@ def begin(run: Run) -> Progress:
         if changes:
             run.folder.note(**changes)
     if progress.step >= general.steps:
-        say(f"{general.out} has completed its {counted(general.steps, 'step')}: to train longer, "
-            "--resume with a larger --steps")
+        say(f"{general.out} has completed its {counted(general.steps, 'step')}; to train longer: "
+            "--resume --steps N")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
     if device.type == "cuda":                    # console.farewell() prints that of training only
         torch.cuda.empty_cache()
