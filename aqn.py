@@ -2,13 +2,13 @@
 Adaptive quantization noise (AQN; QeRL, section 3.3): Gaussian noise on the norms while sampling,
 for exploration.
 
-    norm(x) = (w + noise) * x / rms(x),    noise = sigma * z,    z ~ N(0, 1), (D,), one draw a step
+    norm(x) = (w + noise) * x / rms(x),   noise = sigma * z,   z ~ N(0, 1), (D,), one draw per step
 
 For the linears after a norm this is the same as multiplying column i of their weight matrix by
-1 + noise_i / w_i (Appendix G), so D numbers perturb a whole matrix and the 4-bit kernels stay as
-they are. q, k and v share the z of input_norm, gate and up that of post_norm; o, down and lm_head
-have none. Noise is added to w whatever its size: it moves a channel with w = 0.1 ten times as far
-as one with w = 1.
+1 + noise_i / w_i (Appendix G), so D numbers perturb an entire matrix without touching the 4-bit
+kernels. q, k and v share the z of input_norm, gate and up that of post_norm; o, down and lm_head
+have none. The noise does not scale with w: it moves a channel with w = 0.1 ten times as far as one
+with w = 1.
 
 Despite its name AQN is not adaptive: sigma follows a fixed schedule. It is 0 in the first of K
 stages (the rounding to 4 bits is noise enough), then starts at sigma_start and falls towards
@@ -16,8 +16,8 @@ sigma_end, which the last stage does not quite reach.
 
 Only rollouts have noise. Learner and evaluation are clean, and grpo.py corrects for the difference.
 
-Not here: noise in the learner, noise in proportion to each weight, a z for each answer
-(docs/forking.md), a sigma that is steered to a given KL divergence.
+Not here: noise in the learner, noise in proportion to each weight, one z per answer
+(docs/forking.md), a sigma controlled by a target KL divergence.
 """
 import math
 from collections.abc import Iterator
@@ -28,9 +28,8 @@ import torch
 
 from model import Qwen
 
-# The schedules of the paper's Figures 9 and 15 beside the exponential one. t is 0 in the first
-# noisy stage and (K - 2) / (K - 1) in the last; REMAINING[...](t) is the share of (start - end)
-# that is left then.
+# The paper's other schedules (Figures 9 and 15). t is 0 in the first noisy stage and
+# (K - 2) / (K - 1) in the last; REMAINING[...](t) is the share of (start - end) that is left then.
 REMAINING = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
@@ -42,15 +41,15 @@ SCHEDULES = ("exponential", *REMAINING)
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
              schedule: str = "exponential") -> float:
     """The standard deviation of a step's noise (Eq. 8, Algorithm 1): a run of M = total_steps is
-    cut into K = num_stages stages of floor(M / K) steps, the last of which takes the rest.
+    divided into K = num_stages stages of floor(M / K) steps, the last of which gets the rest.
 
         k     = min(floor(step / max(floor(M / K), 1)), K - 1)            step counts from 0
         sigma = 0                                             k = 0
         sigma = start * (end / start)^((k - 1) / (K - 1))     k >= 1
 
     sigma_at(60, 600, 1e-2, 5e-4, 10) == 1e-2. sigma_start 0 or a single stage means no noise. With
-    fewer steps than stages each step is a stage, and the last stages never come. Other schedules
-    replace the power by REMAINING.
+    fewer steps than stages each step is a stage, and the last stages are never reached. The other
+    schedules replace the power by REMAINING.
     """
     assert schedule in SCHEDULES, f"{schedule!r} is not one of {SCHEDULES}"
     assert 0 <= step and total_steps >= 1 and num_stages >= 1, (step, total_steps, num_stages)
@@ -59,8 +58,8 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
     stage = min(step // max(total_steps // num_stages, 1), num_stages - 1)
     if stage == 0 or sigma_start == 0:
         return 0.0
-    # The authors' code divides by K - 2, so that its last stage reaches `end`. An `end` of 5.62e-5
-    # gives the schedule of its scripts here (1e-2 to 1e-4, K = 10).
+    # The authors' code divides by K - 2, so that its last stage reaches `end`. To get the schedule
+    # of its scripts (1e-2 to 1e-4, K = 10), set `end` to 5.62e-5.
     t = (stage - 1) / (num_stages - 1)
     if schedule == "exponential":
         return sigma_start * (sigma_end / sigma_start) ** t
@@ -70,21 +69,21 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
 def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:
     """z of one norm: (size,) fp32, standard normal. which: 0 before attention, 1 before the MLP.
 
-    It depends on these numbers alone, not on device, rank or earlier draws: all ranks sample from
-    one policy, and a resumed run draws what an uninterrupted one would.
+    It depends only on these numbers, not on device, rank or earlier draws: all ranks sample from
+    one policy, and a resumed run draws the same noise as an uninterrupted one.
     """
     # Philox computes its outputs from a key and a counter of four words, lowest first. layer and
-    # which are the two highest, so no two norms share any part of a stream. (A torch.Generator
-    # would do worse: on a CPU it keeps 32 bits of its seed.)
+    # which are the two highest, so no two norms share any part of a stream. (A torch.Generator is
+    # worse: on a CPU it keeps only 32 bits of its seed.)
     philox = np.random.Philox(key=[seed, step], counter=[0, 0, layer, which])
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
 
 
 @contextmanager
 def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
-    """A context in which input_norm and post_norm of every layer have noise: for rollouts.
+    """Within, input_norm and post_norm of every layer have noise: for rollouts.
 
-    Nothing that was computed inside, such as a KV cache, may be used outside. It does not nest.
+    Nothing computed inside, such as a KV cache, may be used outside. It does not nest.
     """
     norms = [(i, which, norm) for i, layer in enumerate(model.layers)
              for which, norm in enumerate((layer.input_norm, layer.post_norm))]
@@ -92,14 +91,14 @@ def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[Non
         "a norm is noisy already: noisy_norms does not nest"
     try:
         if sigma > 0:
-            # One z for the whole step, as in the authors' code. With one for each forward pass (the
-            # paper, above Eq. 7) the tokens of one answer would come from different policies.
+            # One z per step, as in the authors' code. With one per forward pass (the paper, above
+            # Eq. 7) the tokens of one answer would come from different policies.
             for i, which, norm in norms:
-                # In place: captured CUDA graphs read this address. In an fp32 buffer: bf16 weights
-                # would round most of a small noise away.
+                # In place, because captured CUDA graphs read this address; in an fp32 buffer,
+                # because bf16 weights would round most of a small noise away.
                 norm.noise.copy_(sigma * draw_z(seed, step, i, which, len(norm.noise)))
-            # Both norms of every layer must be reached. The authors' code looks for Hugging Face's
-            # norm classes in vLLM's model, finds none, and silently adds no noise.
+            # Both norms of every layer must be hit. The authors' code looks for Hugging Face's norm
+            # classes in vLLM's model, finds none, and silently adds no noise.
             hit = len({norm.noise.data_ptr() for _, _, norm in norms if norm.noise.any()})
             assert hit == 2 * len(model.layers) > 0, \
                 f"noise hit {hit} norms of {len(model.layers)} layers"

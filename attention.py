@@ -1,8 +1,8 @@
 """
 Attention over sequences packed end to end, in which the answers to a problem share their prompt.
 
-These compute whole sequences and use this file: the learner, the sampler's prefill, calibration.
-The sampler's decode steps, one new token to a row, have their own (sampler.attention_to_cache).
+Used where whole sequences are computed: by the learner, the sampler's prefill and calibration. The
+sampler's decode steps, one new token per row, have their own (sampler.attention_to_cache).
 
 Tokens are (T,), several sequences laid end to end without padding. The G answers to a problem share
 their prompt, so the prompt is computed once, as a shared prefix, and each answer is a suffix of it
@@ -16,28 +16,28 @@ A suffix sees its prefix and itself, and no other suffix:
         queries |  p1 p2 | a1 a2 a3 | b1 b2    keys
         --------+--------+----------+-------
            p1   |  x     |          |
-           p2   |  x  x  |          |          x  inside: every token over its own piece, causal
+           p2   |  x  x  |          |          x  inside: each token over its own piece, causal
         --------+--------+----------+-------
-           a1   |  o  o  | x        |          o  across: every suffix over its whole prefix
+           a1   |  o  o  | x        |          o  across: each suffix over its entire prefix
            a2   |  o  o  | x  x     |
            a3   |  o  o  | x  x  x  |
         --------+--------+----------+-------
            b1   |  o  o  |          | x
            b2   |  o  o  |          | x  x
 
-FlashAttention wants the keys of a query to be neighbours, and a1..a3 lie between the prompt and b1.
-So each part has its own softmax, and merge() makes one of the two. With lse = log of the sum of
-e^score over a part's keys, the weight of a part is its share of the whole sum:
+FlashAttention needs a query's keys to be contiguous, but a1..a3 are between the prompt and b1. So
+each part has its own softmax, and merge() combines the two. With lse = log of the sum of e^score
+over a part's keys, the weight of a part is its share of the total:
 
     lse = log(e^lse_inside + e^lse_across)
     out = out_inside * e^(lse_inside - lse) + out_across * e^(lse_across - lse)
 
-The backward pass needs no merging: a probability of the whole softmax is e^(score - lse) with the
-whole's lse, whichever part the key is in. So each part computes its gradients from the whole's out
-and lse, and they add up.
+The backward pass needs no merging: with the merged lse, e^(score - lse) is already a probability of
+the full softmax, whichever part the key is in. So each part computes its gradients from the merged
+out and lse, and they add up.
 
-In bf16 each part's out is rounded before the merge and the merged one after it. The sampler has one
-softmax and rounds once: here, and nowhere else, sampler and learner round at different places.
+In bf16 each part's out is rounded before the merge, and the merged one after it. The sampler has
+one softmax and rounds once: this is the only place where sampler and learner round differently.
 
 Shapes: T tokens (queries), S keys, H query heads, KV key-value heads, d head size.
 """
@@ -59,7 +59,7 @@ class Layout:
     """Rows of ids packed by lay_out(): all prefixes, then all suffixes, prefix by prefix."""
     tokens: list[int]                            # T ids
     prefixes: list[int]                          # lengths
-    suffixes: list[list[int]]                    # of each prefix the lengths of its suffixes
+    suffixes: list[list[int]]                    # for each prefix the lengths of its suffixes
     # For each completion token, row after row, the place in `tokens` whose logits predict it.
     predictors: list[int]
 
@@ -67,8 +67,8 @@ class Layout:
 def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
     """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
 
-    starts[i]: where the completion of row i begins, at least 1. Rows next to each other with equal
-    prompts become a prefix with suffixes; equal prompts that lie apart are computed twice. A row
+    starts[i]: where the completion of row i begins, at least 1. Adjacent rows with equal prompts
+    become a prefix with suffixes; equal prompts that are not adjacent are computed twice. A row
     whose prompt no neighbour shares is a prefix from end to end, with one empty suffix. The last
     token of a row predicts nothing and is left out.
 
@@ -76,7 +76,7 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
                          1 2 | 5       starts == [2, 2]
 
         place            0    1    2
-        tokens           1    2    7   the prompt, then the suffixes without their last tokens
+        tokens           1    2    7   the prompt, then the suffixes except for their last tokens
         row 0 predicts   .    7    8
         row 1 predicts   .    5        its suffix is empty: 5 is its last token
 
@@ -89,7 +89,7 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
     tokens = []
     prefixes = []
     for first, *others in groups:
-        prefix = rows[first][:starts[first] if others else -1]   # without others: the whole row
+        prefix = rows[first][:starts[first] if others else -1]   # without others: the full row
         tokens += prefix
         prefixes.append(len(prefix))
     suffixes = []
@@ -99,8 +99,8 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
         suffixes.append([len(suffix) for suffix in of_group])
         for i, suffix in zip(group, of_group):
             # The prompt's last place predicts the first completion token. The others are predicted
-            # by what follows: by the rest of the prefix if that is the whole row, else by the
-            # suffix. One of these two ranges is empty then.
+            # by what follows: the rest of the prefix if that is the entire row, else the suffix.
+            # One of the two is always empty.
             predictors += range(end - length + starts[i] - 1, end)
             predictors += range(len(tokens), len(tokens) + len(suffix))
             tokens += suffix
@@ -112,7 +112,7 @@ class PackedAttention:
     their suffixes, prefix by prefix.
 
     prefixes: lengths, each at least 1. suffixes: for each prefix the lengths of its suffixes, which
-    may be 0; by default no prefix has any, and the prefixes are ordinary sequences. The attribute
+    may be 0; by default there are none, and the prefixes are ordinary sequences. The attribute
     positions, (T,) int64 for rotary embeddings, counts from 0 in each prefix and continues from the
     prefix's end in each of its suffixes.
     """
@@ -136,14 +136,14 @@ class PackedAttention:
 
 
 # -----------------------------------------------------------------------------
-# The softmax over one part of the keys, its backward, and two softmaxes as one
+# The softmax over one part of the keys, its backward pass, and the merge
 
 class Spans(NamedTuple):
-    """Who sees whom, in the form that FlashAttention takes: n spans, of which span i lets the
-    queries q_starts[i] to q_starts[i + 1] - 1 see the keys k_starts[i] to k_starts[i + 1] - 1.
+    """Who sees whom, as input of FlashAttention: n spans. In span i the queries q_starts[i] to
+    q_starts[i + 1] - 1 see the keys k_starts[i] to k_starts[i + 1] - 1.
 
-    So every query is in one span, and every key in one. A span may have no queries, but none that
-    has queries may be without keys: the softmax over nothing is NaN.
+    So every query and every key is in one span. A span may have no queries, but a span with queries
+    needs keys: the softmax over nothing is NaN.
     """
     q_starts: Tensor                             # (n + 1,) int32, from 0 to the number of queries
     k_starts: Tensor                             # (n + 1,) int32, equal to q_starts where causal
@@ -182,12 +182,12 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor,
 @twin_in_kernels
 def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                           spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    """What one part adds to dq, dk and dv; out and lse are the whole softmax's, not the part's.
+    """What one part adds to dq, dk and dv; out and lse are the merged ones, not the part's.
 
     dout and out (T, H, d), lse (H, T), q, k and v as in attend_spans -> dq (T, H, d), dk and dv
     (S, KV, d). With p = e^(score - lse) and dp = dout . v, the gradient of a score is
-    p * (dp - sum of p * dp). That sum runs over the keys of all parts, but equals dout . out, which
-    is at hand.
+    p * (dp - sum of p * dp). That sum is over the keys of all parts, but equals dout . out, which
+    is known.
     """
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     mean_dp = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                  # (H, T, 1)
@@ -199,8 +199,8 @@ def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Te
         dq[rows] = torch.einsum("hqk,khd->qhd", ds, key).to(q.dtype)
         for grad, per_head in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
                                (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
-            # H / KV query heads share a key-value head: its gradient is the sum of theirs. It may
-            # be assigned and not added, since a key is in only one span.
+            # H / KV query heads share a key-value head, whose gradient is the sum of theirs. It can
+            # be assigned instead of added, since a key is in only one span.
             grad[columns] = per_head.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
     return dq, dk, dv
 
@@ -208,7 +208,7 @@ def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Te
 def _each_span(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Iterator[tuple]:
     """Yield for each span: the slices of its queries and of its keys in T and S; their q, k and v,
     (queries or keys, H, d) in fp32, with k and v repeated for the query heads that share them; and
-    the scores (H, queries, keys), scaled by 1 / sqrt(d), -inf where a query must not look.
+    the scores (H, queries, keys), scaled by 1 / sqrt(d), -inf where masked.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
@@ -229,7 +229,7 @@ def _each_span(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Iterator[tuple]
 
 @twin_in_kernels
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Attention to two sets of keys, made of the attention to each (see the top of this file).
+    """Combines the attention to two sets of keys (see the top of this file).
 
     out and other (T, H, d), lse and other_lse (H, T) as attend_spans returns them; the result
     overwrites out and lse.

@@ -1,12 +1,12 @@
 """
-Chooses NVFP4 codes by data: GPTQ (arXiv 2210.17323), layer by layer, in the memory of one layer.
+Calibrates NVFP4 codes with GPTQ (arXiv 2210.17323), layer by layer, in the memory of one layer.
 
-    python -m tools.convert nvfp4 SRC OUT --calibrate 128      makes a folder
-    python train.py --calibrate 128                            trains on one that it makes
+    python -m tools.convert nvfp4 SRC OUT --calibrate 128      writes a calibrated folder
+    python train.py --calibrate 128                            calibrates, then trains
 
-Rounding to nearest minimizes the error of the weights, W - W4. What changes the policy is the error
-of the outputs, x @ (W - W4).T. Let X (T, K) be W's inputs for the tokens of some texts, and
-H = X.T @ X / T. A token's squared output error is on average
+Rounding to nearest minimizes the error of the weights, W - W4. But it is the error of the outputs,
+x @ (W - W4).T, that changes the policy. Let X (T, K) be W's inputs for the tokens of some texts,
+and H = X.T @ X / T. A token's mean squared output error is
 
     tr((W - W4) H (W - W4).T)
 
@@ -17,14 +17,14 @@ of W, from left to right (all rows at once):
     2. for every column j > i, not rounded yet:   w[j] -= e * U[i, j] / U[i, i]
 
 U is upper triangular with U.T @ U = H^-1. Step 2 lets the later columns cancel as much of e's
-output error as they can: where inputs i and j are correlated, w[j] makes up for what w[i] got
-wrong. What remains costs (e / U[i, i])^2.
+output error as they can: where inputs i and j are correlated, w[j] compensates for the error of
+w[i]. What remains costs (e / U[i, i])^2.
 
-Block scales. The 16 columns of a scale_block take steps 1 and 2 once for each scale of nvfp4's
-search, and the scale with the least sum of costs stays. The tensor scale is nvfp4's.
+Block scales. The 16 columns of a scale_block go through steps 1 and 2 once per scale of nvfp4's
+search; the scale with the lowest total cost wins. The tensor scale is nvfp4's.
 
-Order of the work. A column needs the corrections of all columns to its left before it is rounded.
-Correcting all later columns after every column would be slow, so corrections wait:
+Order. A column needs the corrections of all columns to its left before it is rounded. Correcting
+all later columns after every column would be slow, so corrections are delayed:
 
     columns of W     rounded   | 16 | 16 | 16 | ... | 16 |   all columns after
                                |<-- a panel of 128 -->|
@@ -36,15 +36,15 @@ Correcting all later columns after every column would be slow, so corrections wa
 
 The texts are the model's own answers to training problems, sampled in NVFP4 (nvfp4's search). Two
 streams of hidden states go through the layers together: `exact` through the 16-bit layers, which
-gives H, and `coded` through the new ones. (Published GPTQ takes H from the coded stream; with ours
-each layer follows the 16-bit model, whatever the layers before it have become.) The last eighth of
-the texts is left out of H and measures the result: KL(16 bits || 4 bits) of the predictions of its
-tokens, in nats a token.
+yields H, and `coded` through the new ones. (Published GPTQ takes H from the coded stream; ours
+makes each layer follow the 16-bit model, whatever happened to the layers before it.) The last
+eighth of the texts is left out of H and measures the result: KL(16 bits || 4 bits) of the
+predictions of its tokens, in nats per token.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
-equalise), AWQ (it would move the norms, which AQN perturbs).
+equalise), AWQ (it would change the norms, which AQN perturbs).
 
-Shapes: T tokens of all texts, D width, N out_features, K in_features, C scales that are tried.
+Shapes: T tokens of all texts, D width, N out_features, K in_features, C scales to try.
 """
 import gc
 import math
@@ -78,8 +78,8 @@ from weights import (
 
 DAMPING = 0.02                                   # x the mean of H's diagonal, added to the diagonal
 PANEL = 128                                      # columns between two updates of all that follow
-# A wider H is cut into several along its diagonal, which drops the correlations between them:
-# float64 factors of 18,944 columns (7B's down) would take 2.9 GB each.
+# A wider H is split along its diagonal, which drops the correlations between the parts: float64
+# factors of 18,944 columns (7B's down) would take 2.9 GB each.
 LARGEST_HESSIAN = 8192
 HESSIAN_TILE = 2048                              # rows of H that one product adds to
 CHUNK_TOKENS = 8192                              # tokens of texts in one forward
@@ -158,7 +158,7 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
     """One scale_block of every row: steps 1 and 2 with each scale, then each row's best.
 
     w (16, N): 16 columns of W; U (16, 16): their part of U -> codes uint8 (16, N), E4M3 codes of
-    the scales (N,), and e / U[i, i] (16, N), by which the later columns are corrected.
+    the scales (N,), and e / U[i, i] (16, N), which corrects the later columns.
     """
     levels, edges, offsets = constants(w.device)
     usual = nvfp4.e4m3_codes(w.abs().amax(0) / 6, 1 / global_scale)
@@ -175,25 +175,25 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
         torch.addcmul(column, value, scale, value=-1, out=error)                   # e
         rest[i + 1:].addcmul_(error, passed_on[i, i + 1:], value=-1)               # step 2
     errors /= diagonal[:, None, None]                            # squared: the cost
-    best = errors.square().sum(0).argmin(0)                      # (N,); of equal ones the first
+    best = errors.square().sum(0).argmin(0)                      # (N,); the first among equals
     at = best.expand(16, 1, -1)
     codes = nvfp4.e2m1_codes(values.gather(1, at)[:, 0])
     return codes, tried.gather(0, best[None])[0], errors.gather(1, at)[:, 0]
 
 
 def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
-    """A token's squared output error, on average: tr((W - W4) H (W - W4).T)."""
+    """A token's mean squared output error: tr((W - W4) H (W - W4).T)."""
     wrong = w.float() - nvfp4.dequantize(*tensors, dtype=torch.float32)
     return ((wrong @ hessian) * wrong).sum().clamp(min=0).item()
 
 
 def recorded(function: Callable, *inputs: Tensor) -> Callable:
-    """A function of tensors as a CUDA graph, whose next call overwrites its results; on a CPU the
+    """A function of tensors as a CUDA graph, whose results the next call overwrites; on a CPU the
     function itself.
 
     inputs: tensors of the shapes that it will be called with.
     """
-    # gptq_block is about 125 small launches, which take longer than the work.
+    # gptq_block is about 125 small launches, which take longer than the work itself.
     if not inputs[0].is_cuda:
         return function
     held = [x.clone() for x in inputs]
@@ -217,13 +217,13 @@ def recorded(function: Callable, *inputs: Tensor) -> Callable:
 def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
                      problems: list[Problem], count: int, device: torch.device, codes: str,
                      seed: int, max_new_tokens: int = 512) -> int:
-    """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes chosen by its
-    own answers to `count` of the problems (all if they are fewer) -> how many it answered.
+    """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes calibrated on
+    its own answers to `count` of the problems (all if there are fewer) -> how many it answered.
 
     codes: a name in CODES. seed: of the choice of problems and of the answers. UserError for fewer
     than two problems, or a quantized source.
     """
-    files = source_of(source, device)            # refuses what cannot be written before any answer
+    files = source_of(source, device)            # refuses a bad source before any answer
     some = problems_at(problems, seed, range(min(count, len(problems))))
     texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed)
     to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
@@ -241,7 +241,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
     """The texts: the NVFP4 model's answers at temperature 1. UserError for fewer than two problems.
     """
     if len(problems) < 2:
-        raise UserError(f"--calibrate takes at least 2 problems, one to measure by, "
+        raise UserError(f"--calibrate needs at least 2 problems, one of them to measure with, "
                         f"got {len(problems)}")
     model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
@@ -270,7 +270,7 @@ class Chunk:
         self.coded = self.exact.clone()
 
     def through(self, layer: qwen.Layer, hidden: Tensor) -> Tensor:
-        """What a model.Layer makes of hidden states (T, D)."""
+        """Hidden states (T, D) after a model.Layer."""
         return layer(hidden, *self.rope, self.attend)
 
 
@@ -296,7 +296,7 @@ def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
 def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
     """Within, each linear of the layer calls hear(linear, x) with every x (T, K) it multiplies."""
     # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
-    # H needs x * w / rms, so a hook on the norm keeps 1/rms. Linears have on_input in place of a
+    # H needs x * w / rms, so a hook on the norm keeps 1/rms. Linears have on_input instead of a
     # hook, because ops.mlp calls their product(), not their forward().
     norm_before = {layer.qkv: layer.input_norm, layer.gate_up: layer.post_norm}
     rstd = {}                                                    # norm -> its latest 1/rms (T, 1)
@@ -333,7 +333,7 @@ def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
     tokens = sum(len(chunk.exact) for chunk in chunks)
     for total in sums.values():
         total /= tokens
-        for i in range(0, len(total), HESSIAN_TILE):             # the lower triangle is its mirror
+        for i in range(0, len(total), HESSIAN_TILE):             # mirror it to the lower triangle
             end = i + HESSIAN_TILE
             total[end:, i:end] = total[i:end, end:].T
     return list(sums.values())
@@ -349,8 +349,8 @@ def add_upper(total: Tensor, x: Tensor) -> None:
 
 
 def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
-    """The codes with the least output error: GPTQ's, the search's or rounding to nearest's."""
-    # GPTQ cannot take back a column, so it sometimes loses.
+    """The codes with the least output error: of GPTQ, the search or rounding to nearest."""
+    # GPTQ cannot revise a column, so it sometimes loses.
     found = [gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
              nvfp4.quantize(w, scale, offsets=[0])]
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
@@ -369,8 +369,8 @@ def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
     folder.download()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if folder.config.get("quantization_config"):
-        raise UserError(f"{folder.path}/config.json: has a quantization_config: it is quantized "
-                        "already")
+        raise UserError(f"{folder.path}/config.json: has a quantization_config, so the model is "
+                        "already quantized")
     files = WeightReader(folder, "bf16", device, dtype)
     c = qwen.ModelConfig.from_json(files.config)
     files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three
@@ -443,18 +443,18 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
             head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
         kl, error, tokens = divergence(measured, norm, head[:live_vocab])
         plus_minus = f" +- {error:.2g}" if len(held_out) > 1 else ""
-        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g}{plus_minus} nats a token, on "
+        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g}{plus_minus} nats per token, on "
                                 f"the {tokens:,} tokens of {counted(len(held_out), 'answer')} held "
                                 "out of calibration")
         tqdm.write(about["calibration"])
 
 
 def divergence(chunks: Sequence[Chunk], norm: qwen.RMSNorm, head: Tensor) -> tuple:
-    """-> KL(exact || coded) of the predictions in nats a token of the answers, its standard error,
-    how many tokens.
+    """-> KL(exact || coded) of the predictions, in nats per token of the answers; its standard
+    error; the number of tokens.
     """
-    # Tokens of one answer resemble each other, so the standard error counts answers: it is that of
-    # the ratio of their sums of KL to their lengths.
+    # Tokens of one answer are correlated, so the standard error counts answers: it is that of the
+    # ratio of their KL sums to their lengths.
     sums = []                                    # of each answer: KL of its tokens, their number
     for chunk in chunks:
         per_token = torch.cat([token_divergence(chunk, part, norm, head)

@@ -30,20 +30,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from files import GO_ON, Stopped, UserError, first_line
+from files import CONTINUE, Stopped, UserError, first_line
 
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
 
-# By default a waiting OpenMP thread spins: it keeps its core busy doing nothing. Where cores are
-# shared it takes that core from the process it waits for, and a run may take ten times as long.
+# By default a waiting OpenMP thread spins, which keeps its core busy. Where cores are shared, it
+# may take that core from the very process it waits for: a run can take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Segments of the CUDA allocator grow in place, instead of one more for each new size: less memory
-# is reserved.
+# The CUDA allocator's segments grow in place instead of adding one for each new size, so less
+# memory is reserved.
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-# `> log` and `| tee log` get each line at once, not after 8 KB, so that a kill loses none; and a
-# terminal or a log in ASCII gets \u03c0 for a letter that it does not have.
+# `> log` and `| tee log` get each line at once, not after 8 KB, so a kill loses none. An ASCII
+# terminal or log gets \u03c0 for a letter that it lacks.
 if hasattr(sys.stdout, "reconfigure"):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
@@ -51,9 +51,9 @@ if hasattr(sys.stdout, "reconfigure"):
 # -----------------------------------------------------------------------------
 # Ending
 
-# What asks a program to end. SIGINT is not here: Python makes Ctrl-C a KeyboardInterrupt, and
-# report_uncaught() prints its line. SIGHUP means that the terminal was closed; nohup has it
-# ignored, so the program continues. Windows has no SIGHUP.
+# Signals that end a program. SIGINT is not here: Python turns Ctrl-C into a KeyboardInterrupt, and
+# report_uncaught() prints its line. SIGHUP means that the terminal was closed; under nohup it is
+# ignored, and the program continues. Windows has no SIGHUP.
 SIGNALS = [signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)
@@ -61,7 +61,7 @@ if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal
 
 def stop_on_signal(number: int, frame: object = None) -> None:
     """A signal handler that raises Stopped in the main thread."""
-    raise Stopped(f"stopped by {signal.Signals(number).name}", GO_ON)
+    raise Stopped(f"stopped by {signal.Signals(number).name}", CONTINUE)
 
 
 @contextmanager
@@ -70,14 +70,14 @@ def one_line(program: str) -> Iterator[None]:
     Stopped, OSError (a missing file, a full disk) and too little memory. Every other exception is a
     bug of ours and keeps its traceback.
     """
-    # Unhandled, a signal would end Python on the spot and leave a half-written folder behind.
+    # An unhandled signal would end Python on the spot and leave a half-written folder behind.
     for number in SIGNALS:
         signal.signal(number, stop_on_signal)
     try:
         # `--out "$RUN"` with RUN unset passes "", which nobody means.
         for flag, value in zip(sys.argv, [*sys.argv[1:], None]):
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
-                raise UserError(f"{flag} is given nothing: the argument after it is empty")
+                raise UserError(f"{flag}: the value is empty")
         yield
     except (UserError, Stopped, OSError) as error:
         end_with(f"{program}: {first_line(error)}")
@@ -103,9 +103,9 @@ def alone() -> bool:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """Ends the process without Python's ordinary exit."""
-    # That one destroys the group of the ranks, for which NCCL waits for all of them, and threads of
-    # libraries would print tracebacks.
+    """Ends the process without Python's normal exit."""
+    # The normal exit destroys the process group, for which NCCL waits for all ranks, and library
+    # threads print tracebacks.
     try:
         sys.stdout.flush()
     finally:
@@ -115,7 +115,7 @@ def end_at_once(code: int) -> NoReturn:
 def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
     """The sys.excepthook: one line for Ctrl-C, a traceback for everything else.
 
-    Installed when this file is imported, so it covers the import of torch as well.
+    Installed when this file is imported, so it also covers the import of torch.
     """
     if isinstance(error, KeyboardInterrupt):
         print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
@@ -137,7 +137,7 @@ LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
 def provenance(hardware: str) -> dict:
     """Commit, versions, hardware, command and date, for run.json and the results of programs.
 
-    A commit that ends in -dirty had uncommitted changes. None: no git, no repository, a library
+    A commit that ends in -dirty had uncommitted changes. None: no git, no repository, or a library
     that is not installed.
     """
     def version(name):

@@ -1,14 +1,14 @@
 """
 Accuracy of a model, with or without an adapter, measured with the sampler and grader of training.
 
-    python evaluate.py runs/x                         a run, on the problems that it held out
+    python evaluate.py runs/x                         a run, on its held-out problems
     python evaluate.py runs/x --limit 0               the same on the full test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
 
 Answers are greedy by default; --samples N draws N answers per problem, for pass@k and maj@k.
-docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line is a JSON object
-of all of them. --out gets each problem as it finishes, so after Ctrl-C it has some of them. Their
-accuracy is too high: short answers finish first, and are right more often.
+docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line has all of them as
+one JSON object. --out gets each problem as it finishes. After Ctrl-C it has only some of them, and
+their accuracy is too high: short answers finish first and are right more often.
 """
 import argparse
 import dataclasses
@@ -41,13 +41,13 @@ from weights import ModelFolder, read_peft_config, tell_other_conditions, traini
 # Flags
 
 def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
-    """The flags by which evaluate.py and tools.chat know which model answers, and how. style: the
-    default of --prompt-style.
+    """The flags of evaluate.py and tools.chat for the model and its sampling. style: the default of
+    --prompt-style.
     """
     add = parser.add_argument
     add("run", nargs="?", help="run folder; its settings become the defaults")
     add_flag(parser, "model", None, "folder, Hugging Face id, or a name such as qwen2.5-7b")
-    add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
+    add("--adapter", help="PEFT folder, such as runs/x/adapter; none: only the model")
     add_flag(parser, "base", None, "format of the linear layers (default: nvfp4; bf16 for a folder "
              "from tools.convert merge)")
     add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
@@ -59,11 +59,11 @@ def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
 
 def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
                                                                 Settings | None]:
-    """-> the flags; the settings of the run that is named, or None.
+    """-> the flags; the settings of the run on the command line, or None.
 
-    The settings of a run are the defaults of the flags that it shares. But a function that its
-    run.json names is the code of whoever made that folder, and so it is used only if the flag is
-    repeated; otherwise UserError. style: the default of --prompt-style without a run.
+    A run's settings are the defaults of the flags that exist here too. But a function that its
+    run.json names is somebody else's code, so the flag has to be repeated: UserError otherwise.
+    style: the default of --prompt-style without a run.
     """
     args = parser.parse_args()
     run = None
@@ -90,27 +90,27 @@ def run_adapter(folder: str, run: Settings) -> str | None:
 
 
 def read_flags() -> tuple[argparse.Namespace, Settings | None]:
-    """The command line. UserError for what can be refused before anything is loaded."""
+    """The command line. UserError for all that can be refused before anything is loaded."""
     parser = argparse.ArgumentParser(usage="evaluate.py [run] [flags], --help lists them",
                                      description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser, "boxed")
     add = parser.add_argument
-    add_flag(parser, "data", None, "as in train.py; a data set's test split is used (default: what "
-             "the run held out)")
+    add_flag(parser, "data", None, "as in train.py; the test split is used (default: what the run "
+             "held out)")
     add("--limit", type=number(int, "[0, 2e9]"), help="only the first LIMIT problems; 0: all "
         "(default: as many as the run held out, or all of --data)")
-    add_flag(parser, "reward", None, "module:function, as in train.py, whose mean is reported too; "
+    add_flag(parser, "reward", None, "module:function, as in train.py, to report its mean too; "
              "none: ignore the run's")
     add("--samples", type=number(int, "[1, 1e5]"), default=1, help="answers per problem "
         "(default: 1)")
-    add("--top-p", type=number(float, "(0, 1]"), default=0.95, help="nucleus that answers are "
-        "sampled from (default: 0.95)")
+    add("--top-p", type=number(float, "(0, 1]"), default=0.95, help="nucleus sampling with this "
+        "probability mass (default: 0.95)")
     add("--top-k", type=number(int, "[0, 2e9]"), default=0, help="sample from the TOP_K most "
         "likely tokens; 0: all (default: 0)")
     add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or what "
              "the model's positions allow)")
-    add_flag(parser, "max_rows", 256, "answers decoded at a time, at most (default: 256)")
+    add_flag(parser, "max_rows", 256, "most answers decoded at a time (default: 256)")
     add("--out", help="new .jsonl file that gets every answer with its verdict")
     args, run = parse(parser, "boxed")
     if args.reward == "none":
@@ -122,7 +122,7 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     if args.temperature == 0:
         if args.samples > 1:
             raise UserError(f"--samples {args.samples} needs a --temperature above 0")
-        args.top_p, args.top_k = 1.0, 0          # greedy ignores the two: the figures say so
+        args.top_p, args.top_k = 1.0, 0          # as greedy ignores both: for the printed flags
     if args.out:
         if Path(args.out).exists():
             raise UserError(f"--out {args.out} exists and is not overwritten")
@@ -134,11 +134,10 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
 # The model, and the problems
 
 def open_model(args: argparse.Namespace) -> tuple[torch.device, ModelFolder, Tokenizer]:
-    """-> the device, the model's folder and its tokenizer. args.base is decided.
+    """-> the device, the model's folder and its tokenizer. Sets args.base.
 
-    UserError for all that can be wrong with the device, the adapter or the model, except for its
-    weights: load_model() may take an hour to download them. What differs from the adapter's
-    training is printed.
+    UserError for anything wrong with the device, the adapter or the model, except for its weights:
+    load_model() may take an hour to download them. Prints what differs from the adapter's training.
     """
     device = choose_device(args.device, args.model)
     memory.bound(args.memory_gib, device)
@@ -154,7 +153,7 @@ def open_model(args: argparse.Namespace) -> tuple[torch.device, ModelFolder, Tok
 
 def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFolder,
                tokenizer: Tokenizer) -> qwen.Qwen:
-    """The model, held as --base says, with --adapter."""
+    """The model in the format of --base, with --adapter."""
     model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
     configure_cpu(model)
     if args.adapter:
@@ -164,9 +163,9 @@ def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFold
 
 def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Tokenizer) -> list:
     """The problems, with prompts: of --data, or those that the run held out; with --limit, the
-    test split of the run's data if it has one. args.data becomes where they come from.
+    test split of the run's data if it has one. Sets args.data to where they come from.
 
-    UserError if what the run holds out has changed: the end of a file may now be what it was
+    UserError if the run's data has changed: what is now the end of a file may be what the run was
     trained on.
     """
     held = run and run.data
@@ -176,14 +175,14 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         problems = load_problems(args.data, "test", needs_gold=not args.reward)
     else:
         args.data = held.eval_data or held.data
-        if ":" in held.prompt_style:             # as it was given: see parse()
+        if ":" in held.prompt_style:             # as on the command line: see parse()
             held = dataclasses.replace(held, prompt_style=args.prompt_style)
-        # With the run's --thinking, which decides with which prompts are too long for it.
+        # With the run's --thinking, which affects which prompts are too long for it.
         trained_on, problems = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")
         if before != digest_of(trained_on + problems, held.reward):
             raise UserError(f"{args.run} was trained on other problems or prompts than "
-                            f"{args.data} has now: name problems with --data")
+                            f"{args.data} has now: choose problems with --data")
     problems = problems[:args.limit or None]
     say(f"{counted(len(problems), 'problem')} of {args.data}")
     return encode_prompts(tokenizer, problems, args.prompt_style)
@@ -194,8 +193,8 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
 
 def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
            reward: plugin.Reward | None) -> tuple[list[dict], float]:
-    """-> the rows of all answers, in the order of the problems; the share of idle rows. The rows of
-    a problem are in --out as soon as its last answer is there.
+    """-> the rows of all answers, in the order of the problems; the share of idle rows. A problem's
+    rows go to --out when its last answer is finished.
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
@@ -230,12 +229,12 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
                         args.top_p, args.seed)
     prompts = [problem.prompt for problem in problems]
     began = time.perf_counter()
-    # miniters=0: tokens/s is drawn again while no answer ends. disable=None: no bar into a file.
+    # miniters=0: tokens/s is redrawn even while no answer ends. disable=None: no bar in a file.
     with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, miniters=0,
               dynamic_ncols=True, disable=None) as bar:
         idle = sampler.generate(prompts, args.samples, sampling, progress=progress).idle
     rows = [row for i in sorted(done) for row in done[i]]
-    if args.out:                                 # until now in the order in which they ended
+    if args.out:                                 # so far in the order in which they ended
         write_atomically(args.out, "".join(map(json_line, rows)).encode())
     return rows, idle
 
@@ -254,10 +253,10 @@ def figures_of(args: argparse.Namespace, rows: list[dict]) -> dict:
 
 
 def print_result(figures: dict, flags: dict, device: torch.device) -> None:
-    """Prints the figures, a line each, and then all that is known as one JSON object, unless it
-    would only fill a terminal.
+    """Prints the figures, one per line, and then, unless stdout is a terminal, everything as one
+    JSON object.
 
-    A mean with its interval is a list in the JSON, and here "25.0 % [11.2, 46.9]".
+    A mean with its interval is a list in the JSON, and "25.0 % [11.2, 46.9]" in the lines.
     """
     for name, value in figures.items():
         if isinstance(value, list):

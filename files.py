@@ -1,12 +1,12 @@
 """
-Reads JSON, writes files atomically, and has the two errors that end a program with one line.
+Reads JSON, writes files atomically, and defines the two errors that end a program with one line.
 
 A file is never written in place:
 
-    .run.json.4711.tmp   written, then synced to the disk
-    run.json             the temporary file gets this name: os.replace() is atomic
+    .run.json.4711.tmp   written, then synced to disk
+    run.json             what os.replace(), which is atomic, renames it to
 
-So after a kill, a full disk or a power cut there is the old file or the new one, never half of one.
+So a kill, a full disk or a power cut leaves either the old file or the new one, never half of one.
 new_folder() does the same for a folder.
 """
 import json
@@ -21,12 +21,12 @@ from pathlib import Path
 # Errors, and texts for messages
 
 # How a run that ended can continue.
-GO_ON = "continue with --resume"
-FIX_AND_GO_ON = f"fix this, then {GO_ON}"
+CONTINUE = "continue with --resume"
+FIX_AND_CONTINUE = f"fix this, then {CONTINUE}"
 
 
 class UserError(ValueError):
-    """A wrong flag, file or folder: ends the program with this error's text as its one line."""
+    """A wrong flag, file or folder. Its text becomes the one line with which the program ends."""
 
 
 class Stopped(BaseException):
@@ -36,19 +36,19 @@ class Stopped(BaseException):
     then: how the run can continue, "" if it cannot; the message adds the run's folder.
     """
 
-    def __init__(self, text: str, then: str = FIX_AND_GO_ON):
+    def __init__(self, text: str, then: str = FIX_AND_CONTINUE):
         super().__init__(text)
         self.then = then
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its class name where the message is empty."""
+    """The first line of an exception's message, or its class name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def counted(number: int, noun: str) -> str:
-    """1 step, but 0 steps and 2 steps."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """1 step, but 0 steps and 2,000 steps."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short_repr(value: object, longest: int = 80) -> str:
@@ -61,8 +61,8 @@ def short_repr(value: object, longest: int = 80) -> str:
 # Reading
 
 def read_text(path: str | Path) -> str:
-    """The file's text, without the byte order mark that Windows' editors write. UserError if it
-    cannot be read or is not UTF-8.
+    """The file's text, without the byte order mark of Windows editors. UserError if it cannot be
+    read or is not UTF-8.
     """
     try:
         return Path(path).read_text("utf-8-sig")
@@ -72,10 +72,10 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path) -> dict:
-    """The JSON object in a file. UserError if the file holds anything else."""
+    """The JSON object in a file. UserError if it contains anything else."""
     value = parse_json(read_text(path), path)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: holds no JSON object")
+        raise UserError(f"{path}: is not a JSON object")
     return value
 
 
@@ -83,8 +83,8 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
     """The rows of a data file, each with its number for messages, from 1. UserError if the file
     cannot be read.
 
-    A .json file holds a list, a .parquet file a table. Every other file, such as .jsonl, has one
-    row a line: its rows have their line numbers, and blank lines are skipped.
+    A .json file is a list, a .parquet file a table. Any other file, such as .jsonl, has one row per
+    line: rows are numbered by line, and blank lines are skipped.
     """
     if path.suffix == ".parquet":
         try:
@@ -96,17 +96,16 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
     if path.suffix == ".json":
         rows = parse_json(text, path)
         if not isinstance(rows, list):
-            raise UserError(f"{path}: a .json file must hold a list of rows, this one holds "
-                            f"{short_repr(rows)}")
+            raise UserError(f"{path}: expected a list of rows, got {short_repr(rows)}")
         return list(enumerate(rows, 1))
-    # Not splitlines(): it also splits at U+2028, which may stand inside a JSON string.
+    # Not splitlines(): it also splits at U+2028, which may occur inside a JSON string.
     return [(number, parse_json(line, f"{path}:{number}"))
             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def parse_json(text: str, place: str | Path) -> object:
     """The value of a JSON text. UserError, naming `place`, if it is not JSON: NaN and Infinity are
-    not, though json.loads takes them.
+    not, although json.loads accepts them.
     """
     def refuse_constant(name):
         raise ValueError(f"{name} is not JSON")
@@ -118,9 +117,9 @@ def parse_json(text: str, place: str | Path) -> object:
 
 
 def read_log(path: Path) -> Iterator[tuple[dict, int]]:
-    """Yields every row of a run's log such as metrics.jsonl, with the byte offset where it ends.
+    """Yields every row of a run's log, such as metrics.jsonl, with the byte offset where it ends.
 
-    A last line without a line feed was cut off by a kill and is left out. UserError names a line
+    A last line without a line feed was cut off by a kill and is left out. UserError for a line
     that no run writes.
     """
     end = 0
@@ -134,7 +133,7 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict) or type(row.get("step")) is not int:
-                raise UserError(f"{path}:{number}: no line of a run")
+                raise UserError(f"{path}:{number}: not a line that a run wrote")
             yield row, end
 
 
@@ -142,15 +141,15 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
 # Writing
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Writes or replaces a file, whole or not at all."""
+    """Writes or replaces a file, completely or not at all."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
-            # Otherwise the rename may reach the disk before the bytes do, and a power cut would
-            # leave an empty file of that name.
+            # Otherwise the rename may reach the disk before the bytes do, and a power cut leaves
+            # an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -165,20 +164,20 @@ def write_json(path: str | Path, value: object) -> None:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends. If the block raises, it
-    is removed and `out` stays as it was. UserError unless `out` is absent or an empty folder.
+    is removed and `out` is unchanged. UserError unless `out` is absent or an empty folder.
     """
     out = Path(os.path.realpath(out))            # a link to an empty folder stays a link
     must_be_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside `out`, not in /tmp: a rename is only atomic within one file system.
+    # Next to `out`, not in /tmp: a rename is only atomic within one file system.
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield folder
         for path in (*folder.iterdir(), folder):
-            # mkdtemp and safetensors make files that only their owner may read.
+            # mkdtemp and safetensors create files that only their owner can read.
             path.chmod(0o755 if path.is_dir() else 0o644)
             sync_to_disk(path)
-        if out.exists():                         # empty; Windows does not rename over it
+        if out.exists():                         # empty; Windows cannot rename over it
             out.rmdir()
         folder.rename(out)
         sync_to_disk(out.parent)                 # the name `out` itself
@@ -194,7 +193,7 @@ def must_be_new(out: Path) -> None:
 
 
 def append_lines(path: Path, values: Iterable) -> None:
-    """Appends each value as a line of JSON and waits until the disk has them."""
+    """Appends each value as a line of JSON and waits until they are on disk."""
     with open(path, "a") as file:
         file.writelines(map(json_line, values))
         file.flush()
@@ -202,12 +201,12 @@ def append_lines(path: Path, values: Iterable) -> None:
 
 
 def json_line(value: object) -> str:
-    """A value as one line. JSON has no NaN and no infinity: they are written as null."""
+    """A value as one line of JSON. NaN and infinity, which JSON lacks, are written as null."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None)) + "\n"
 
 
 def sync_to_disk(path: Path) -> None:
-    """Waits until the disk has a file's bytes, or a folder's list of names."""
+    """Waits until a file's bytes, or a folder's list of names, are on disk."""
     if not hasattr(os, "O_DIRECTORY"):           # Windows cannot open a folder for this
         return
     handle = os.open(path, os.O_RDONLY)

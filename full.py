@@ -1,26 +1,27 @@
 """
-Full fine-tuning: training all weights of a model in place of an adapter. It is the baseline of the
-paper, and no part of QeRL.
+Full fine-tuning: training every weight instead of an adapter. It is the paper's baseline, not part
+of QeRL.
 
     weights = attach(model)                      # of a model that was loaded with base="bf16"
     learner = Learner(model, loss)               # as with an adapter
     save(model, weights.master.cpu(), folder)    # a model folder
 
-Weights stands in for lora.Adapter, so learner, sampler and checkpoints take either. AdamW
+Weights has the interface of lora.Adapter, so learner, sampler and checkpoints accept either. AdamW
 updates `master` in fp32. The model computes with its matrices rounded to bf16, which sync() writes
-where the sampler's CUDA graphs read them; norms and biases are few, and stay fp32. A CPU computes
-with the same bf16 numbers in fp32. So a saved folder is the model that sampled, to the last bit.
+to where the sampler's CUDA graphs read them; norms and biases are small and stay fp32. A CPU
+computes with the same bf16 numbers in fp32. So a saved folder is the model that sampled, to the
+last bit.
 
-    what is trained       its gradient comes from
-    a linear's W          Linear: dW = dy.T @ x, in place of lora.Linear's dA and dB
+    trained               its gradient comes from
+    a linear's W          Linear: dW = dy.T @ x, instead of lora.Linear's dA and dB
     embedding             _LookUp
-    head                  _Score; if it is tied, it adds to that of the embedding
+    head                  _Score; if tied, it is added to the embedding's
     norms, biases         autograd
 
-Memory: 18 bytes a parameter (master, gradient and two moments in fp32, the bf16 copy).
+Memory: 18 bytes per parameter (master, gradient and two moments in fp32, the bf16 copy).
 
 Not here: 4-bit weights, whose steps are larger than any update; a KL term, which needs a second
-copy of the model; sharding (each GPU holds all of it).
+copy of the model; sharding (each GPU has a full copy).
 
 Shapes: T tokens, D width, V vocabulary; M rows, N out_features and K in_features of a linear.
 """
@@ -44,16 +45,16 @@ from weights import save_model
 # The weights
 
 class Part(NamedTuple):
-    """One tensor of a model, which may be several of Hugging Face's."""
-    owner: torch.nn.Module                       # it is getattr(owner, attribute)
+    """One tensor of a model, which may fuse several of Hugging Face's."""
+    owner: torch.nn.Module                       # the tensor is getattr(owner, attribute)
     attribute: str
     names: list[str]                             # Hugging Face's
-    rows: tuple[int, ...]                        # how many rows each of these has
+    rows: tuple[int, ...]                        # of each of these
     shape: tuple[int, ...]
 
 
 def parts_of(model: Qwen) -> Iterator[Part]:
-    """All that a model computes with: first the matrices, then norms and biases."""
+    """All of a model's weights: first the matrices, then norms and biases."""
     c = model.config
     yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.width))
     if not c.tied:
@@ -87,9 +88,9 @@ class Weights:
     master and master.grad    all parts, one after the other
     working                   the matrices among them, as the model computes with them
 
-    Whoever changes master calls sync() afterwards.
+    Call sync() after changing master.
     """
-    rank = 0                                     # of the A and B that the sampler's kernels apply
+    rank = 0                                     # no A and B for the sampler's kernels to apply
     enabled = True
 
     def __init__(self, model: Qwen):
@@ -103,14 +104,14 @@ class Weights:
         self.working = torch.zeros(self.offsets[matrices], dtype=model.dtype, device=model.device)
 
     def unflatten(self, flat: Tensor) -> list[Tensor]:
-        """A vector laid out like master, or like working -> a view of each part."""
+        """A vector with the layout of master or working -> a view of each part."""
         return [flat[at:at + math.prod(part.shape)].view(part.shape)
                 for at, part in zip(self.offsets, self.parts) if at < len(flat)]
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Round master's matrices into the working copies, in place; one at a time, because on a
-        GPU each needs memory for what is rounded.
+        """Round master's matrices into the working copies, in place; one at a time, because
+        rounding takes temporary memory.
         """
         for copy, exact in zip(self.unflatten(self.working), self.unflatten(self.master)):
             copy.copy_(exact.bfloat16())
@@ -125,8 +126,8 @@ class Weights:
 
 
 def attach(model: Qwen) -> Weights:
-    """Makes all weights of a model trainable -> model.adapter. A Sampler or a Learner that was made
-    before does not take them: make another one.
+    """Makes all weights of a model trainable -> model.adapter. An existing Sampler or Learner does
+    not use them: make another one.
 
     model: of base bf16, without an adapter.
     """
@@ -155,8 +156,8 @@ def attach(model: Qwen) -> Weights:
 
 
 def save(model: Qwen, master: Tensor, folder: Path) -> None:
-    """Writes a model folder in place of the one that is there. master: laid out like
-    Weights.master, on the CPU. OSError if the disk is full; then the old folder is as it was.
+    """Writes a model folder, replacing the one that is there. master: with the layout of
+    Weights.master, on the CPU. OSError if the disk is full, which leaves the old folder as it was.
     """
     for left in folder.parent.glob(f".{folder.name}.*"):         # after a kill
         shutil.rmtree(left)
@@ -171,7 +172,7 @@ def save(model: Qwen, master: Tensor, folder: Path) -> None:
 # The gradients that an adapter does not need
 
 class Linear(lora.Linear):
-    """A linear whose W is trained. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
+    """A linear with trained W. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
     copy: W in the model's dtype.
     """
 
@@ -200,15 +201,15 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        # In place: a gradient of its own would be as large as the embedding. A token that occurs
-        # twice gets the sum, in an order that is fixed (index_add_ on a GPU has none).
+        # In place: a separate gradient would be as large as the embedding. A token that occurs
+        # twice gets the sum, in a fixed order (on a GPU index_add_ has none).
         ctx.leaf.grad.index_put_((ctx.tokens,), dx, accumulate=True)
         return None, None, None
 
 
 class _Score(torch.autograd.Function):
-    """ops.token_logprobs with a gradient for the head, which is needed in the backward pass: there
-    dL/dlogprob is known. So the logits are computed a second time, chunk by chunk.
+    """ops.token_logprobs with a gradient for the head. That needs dL/dlogprob, which is known only
+    in the backward pass, so the logits are computed again there, chunk by chunk.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 The GRPO family of losses: from the rewards of a group of answers to the loss of every token.
 
     group_advantages    how much better is an answer than the others to the same problem?
-    token_weights       how much does a token count in the loss of a whole update?
+    token_weights       how much does a token count in the loss of an update?
     policy_loss         puts both together with the tokens' log-probs: the loss to differentiate
 
 A training step samples G answers to each of P problems. An answer is a row: there are B = P * G,
@@ -37,16 +37,16 @@ Several updates come from --epochs N, which trains N times (passes) on every row
 --updates-per-rollout N, which trains on one Nth of the groups at a time. The old log-probs cost no
 forward pass where the first update trains on every row, because it computes them anyway.
 
-A weight is 1 / divisor. The divisor counts rows or tokens of the whole update and is known before
-the first backward pass, so gradients of micro-batches and ranks are simply added up.
+A weight is 1 / divisor. The divisor counts all rows or tokens of the update and is known before the
+first backward pass, so gradients of micro-batches and ranks are simply added up.
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
-divisor, the clip, and whether the ratio belongs to a token or to a row: each is a row of LOSSES.
-Why there are two ratios where PPO has one: docs/walkthrough.md, part 7.
+divisor, the clip, and whether the ratio is per token or per row: each is one entry of LOSSES. Why
+there are two ratios where PPO has one: docs/walkthrough.md, part 7.
 
-Not here: a critic and an entropy bonus (the QeRL paper has neither), a penalty of long answers
+Not here: a critic and an entropy bonus (QeRL uses neither), a penalty for long answers
 (examples/my_reward.py), DAPO's dynamic sampling (a larger --prompts-per-step costs as much and
-gives as many groups that teach).
+yields as many informative groups).
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,14 +55,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped to +-20 before exp(), as in verl. So ratios are at most 4.9e8, and they,
-# their squares and their sums over a step are finite in fp32.
+# Log-ratios are clamped to +-20 before exp(), as in verl. So ratios are at most 4.9e8, and their
+# squares and their sums over a step are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
 SCALES = ("group", "none")
 
 
 class Correction(NamedTuple):
-    """How a loss corrects for answers that another policy than the learner sampled:
+    """How a loss corrects for answers sampled by another policy than the learner:
     ratio = policy / proximal and importance weight = min(proximal / rollout, cap).
     """
     proximal: str                                # "old" or "rollout"
@@ -73,13 +73,13 @@ CORRECTIONS = {
     # Decoupled PPO (2110.00641) with truncated importance sampling (TIS: Yao et al. 2025, "Your
     # Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Without the cap, a token
     # that the rollout almost never samples could outweigh all others; 2 is the usual cap (TRL's is
-    # 3), also where the rollout is quantized.
+    # 3), for quantized rollouts too.
     "truncate": Correction("old", 2.0),
     # PPO's one ratio (1707.06347; QeRL, Eq. 3). Its clip acts on noise and rounding too. A token
     # that noise made likely has a ratio below 1 - clip_low: with a negative advantage it loses its
-    # gradient, with a positive one it keeps it. So the learner comes to imitate the noise.
+    # gradient, with a positive one it keeps it. So the learner learns to imitate the noise.
     "ppo": Correction("rollout", None),
-    # No correction, so the gradient is biased; the authors' code has none either.
+    # No correction, as in the authors' code, so the gradient is biased.
     "off": Correction("old", None),
 }
 
@@ -88,19 +88,19 @@ CORRECTIONS = {
 class Loss:
     """A loss. correction is a key of CORRECTIONS.
 
-    divisor(rows, tokens, lengths, limit) -> what the sum over a row's tokens is divided by, one
-    number () or one for each row (B,). The arguments are tensors, except the last:
-        rows ()       how many rows are in the loss of the whole update
-        tokens ()     how many tokens these rows have in the loss, all together
-        lengths (B,)  how many tokens each row has in the loss
+    divisor(rows, tokens, lengths, limit) -> the divisor of the sum over a row's tokens, one number
+    () or one per row (B,). The arguments are tensors, except the last:
+        rows ()       how many rows are in the loss of the update
+        tokens ()     how many tokens are in it
+        lengths (B,)  how many tokens of each row are in it
         limit         the most tokens that an answer may have (--max-new-tokens)
     """
     divisor: Callable[[Tensor, Tensor, Tensor, int], Tensor]
-    # Both widths are those of QeRL, Table 4, which has them for all its losses. That clip_high is
-    # larger than clip_low is DAPO's Clip-Higher (2503.14476, section 3.1).
+    # Both widths are QeRL's for all its losses (Table 4). The larger clip_high is DAPO's
+    # Clip-Higher (2503.14476, section 3.1).
     clip_low: float = 0.2
     clip_high: float = 0.28
-    sequence_level: bool = False                 # one ratio for a row: exp of the mean log-ratio
+    sequence_level: bool = False                 # one ratio per row: exp of the mean log-ratio
     correction: str = "truncate"
     kl_beta: float = 0.0                         # weight of the KL divergence to the reference
 
@@ -116,17 +116,17 @@ class Loss:
 
 
 LOSSES = {
-    # Every row counts the same, however long it is (2402.03300, Eq. 3). That paper has one width
-    # for both sides of the clip and a KL term: add --clip-high 0.2 --kl-beta 0.04 for these.
+    # Every row counts the same, however long it is (2402.03300, Eq. 3). That paper also has a
+    # symmetric clip and a KL term: --clip-high 0.2 --kl-beta 0.04.
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
     # Every token of the update counts the same (2503.14476, section 3.3: token-level loss).
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
-    # Divides by a constant where "grpo" divides by the row's length, which makes each token of a
-    # wrong answer cost less the longer the answer is, so that wrong answers grow (2503.20783,
+    # Divides by a constant where "grpo" divides by the row's length. The latter makes each token of
+    # a wrong answer cost less the longer the answer is, so that wrong answers grow (2503.20783,
     # section 3.1). Dr. GRPO is this loss together with --advantage-scale none.
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
-    # One ratio for a row, and the narrow clip of 2507.18071, section 5.1. With correction "ppo"
-    # AQN's noise alone moves that ratio out of this clip.
+    # One ratio per row, and the narrow clip of 2507.18071, section 5.1. With correction "ppo" AQN's
+    # noise alone would move the ratio out of this clip.
     "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4,
                  sequence_level=True),
 }
@@ -136,10 +136,10 @@ LOSSES = {
 # Rewards -> advantages
 
 def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Which groups can teach: (B,) rewards -> (P,) bool, where a group's rewards differ.
+    """Which groups have something to teach: (B,) rewards -> (P,) bool, True if rewards differ.
 
-    Unscorable rows (NaN) do not count; a group without any other row is not informative. Rewards
-    that differ by a billionth of their size do so by rounding: 0.1 + 0.2 is not 0.3.
+    Unscorable rows (NaN) do not count; a group without any other row is not informative. A
+    difference of a billionth of the rewards' size is rounding: 0.1 + 0.2 is not 0.3.
     """
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
@@ -157,8 +157,8 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str,
     whose rewards are all equal has advantages of 0. An unscorable row (NaN) is in no mean and has
     an advantage of 0.
 
-    shaping (B,) is what else an answer is worth (its format, its length). Its distance from the
-    group's mean is added undivided, and only in groups whose rewards differ.
+    shaping (B,) is an extra reward, such as for format or length. Minus its group mean, it is added
+    undivided, and only in groups whose rewards differ.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
     # float64: fp32 cannot tell a reward of 20,000,001 from one of 20,000,000.
@@ -173,12 +173,12 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str,
         variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-4)
     if shaping is not None:
-        # As part of the reward it would be divided as well: of eight wrong answers, one of which
-        # has -0.05 because it is long, that one would get an advantage of -2.5.
+        # As part of the reward it would be divided too: among eight wrong answers, one that gets
+        # -0.05 for its length would have an advantage of -2.5.
         shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
         centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    # Exactly 0 lets the learner skip these rows. The formula alone would not give it: the mean of
-    # eight equal numbers need not be that number, and 0 + 1e-4 would divide the rounding error.
+    # Exactly 0 lets the learner skip these rows. The formula alone is not exact: the mean of eight
+    # equal numbers need not be that number, and the rounding error would be divided by 0 + 1e-4.
     informative = informative_groups(rewards, group_size)
     return torch.where(informative[:, None], centred, 0.0).view(-1).float()
 
@@ -189,10 +189,10 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str,
 def loss_mask(sampled: Tensor, rewards: Tensor, finished: Tensor, mask_overlong: bool) -> Tensor:
     """Which tokens are in the loss: (B, L) bool, of sampled (B, L), rewards and finished (B,).
 
-    sampled: the tokens that the policy wrote (Rollouts.sampled()). A row leaves the loss whole if
-    it is unscorable (NaN) or, with mask_overlong, if it was cut off at the length limit (finished
-    is False), as in the authors' code and DAPO's overlong filtering (2503.14476, section 3.4). The
-    reward of a cut row still counts in the mean of its group.
+    sampled: the tokens that the policy wrote (Rollouts.sampled()). A row is dropped from the loss
+    if it is unscorable (NaN) or, with mask_overlong, if it was cut off at the length limit
+    (finished is False), as in the authors' code and DAPO's overlong filtering (2503.14476, section
+    3.4). The reward of a cut-off row still counts in its group's mean.
     """
     rows = ~rewards.isnan()
     if mask_overlong:
@@ -201,27 +201,27 @@ def loss_mask(sampled: Tensor, rewards: Tensor, finished: Tensor, mask_overlong:
 
 
 def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
-    """Splits a batch into minibatches, one for each update: loss_mask (B, L) -> `count` disjoint
-    masks (B, L).
+    """Splits a batch into minibatches, one per update: loss_mask (B, L) -> `count` disjoint masks
+    (B, L).
 
-    Groups stay whole and in order. Those without a token in the loss do not count: every update
-    gets the same number of the others, give or take one. With fewer of them than `count`, some
-    minibatches are empty, and the learner skips these.
+    Groups are not split and keep their order. Those without a token in the loss do not count: every
+    update gets the same number of the others, give or take one. With fewer of them than `count`,
+    some minibatches are empty, and the learner skips those.
     """
     groups = mask.any(dim=1).view(-1, group_size).any(dim=1)                # (P,)
-    # (P,): a group's minibatch, 0..count - 1. Groups without a token in the loss get that of the
-    # group before them, or -1 at the beginning; `mask` keeps them out either way.
+    # (P,): a group's minibatch, 0..count - 1. Groups without a token in the loss get the number of
+    # the group before them, or -1 at the beginning; `mask` keeps them out either way.
     number = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
     row_number = number.repeat_interleave(group_size)[:, None]              # (B, 1)
     return [mask & (row_number == u) for u in range(count)]
 
 
 def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
-    """How much each token counts in the loss of an update: (B, L) fp32, 0 outside of the mask.
+    """How much each token counts in the loss of an update: (B, L) fp32, 0 outside the mask.
 
-    mask (B, L) bool is that of the whole update, all ranks together: this is the only place where
-    its loss is divided by anything. Lengths and the divisor count only tokens in the loss, so a
-    tool's output does not dilute the answer's tokens; a row without any such token is not counted.
+    mask (B, L) bool covers the update on all ranks: nothing else divides its loss. Lengths and the
+    divisor count only tokens in the loss, so a tool's output does not dilute the answer's tokens; a
+    row without such tokens is not counted.
     """
     lengths = mask.sum(dim=1)                                               # (B,)
     rows = (lengths > 0).sum()
@@ -234,7 +234,7 @@ def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
 # The loss
 
 class LogProbs(NamedTuple):
-    """Log-probs of the same T tokens under each policy (see the top), (T,) fp32 each."""
+    """Log-probs of the same T tokens under each policy (see top of file), (T,) fp32 each."""
     policy: Tensor                               # differentiable
     rollout: Tensor
     old: Tensor
@@ -242,7 +242,7 @@ class LogProbs(NamedTuple):
 
 
 def limited_exp(log_ratio: Tensor) -> Tensor:
-    """exp() of log-ratios clamped to +-LOG_RATIO_LIMIT, beyond which it has no gradient."""
+    """exp() of log-ratios clamped to +-LOG_RATIO_LIMIT; no gradient beyond."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -258,9 +258,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
-    """values (T,) -> (T,): every token gets the mean over the tokens of its row."""
+    """values (T,) -> (T,): every token gets its row's mean."""
     total = torch.zeros(rows, dtype=values.dtype, device=values.device)
-    # Not index_add: on a GPU it adds in any order, and a resumed run would get other bits.
+    # Not index_add: on a GPU its order of addition varies, and a resumed run would get other bits.
     total = total.index_put((row_of_token,), values, accumulate=True)
     return (total / row_of_token.bincount(minlength=rows).clamp(min=1))[row_of_token]
 
@@ -269,9 +269,9 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
                 loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
 
-    A micro-batch has b whole rows, of which the T tokens in the loss are given: advantages (b,),
-    row_of_token (T,) int64, weights (T,) of token_weights. Losses and sums of several micro-batches
-    add up to those of the update (add_sums).
+    A micro-batch has b rows, of which only the T tokens in the loss are given: advantages (b,),
+    row_of_token (T,) int64, weights (T,) from token_weights. Losses and sums of micro-batches add
+    up to those of the update (add_sums).
     """
     policy, rollout, old, reference = logprobs
     shapes = [tuple(t.shape) for t in (row_of_token, weights, *logprobs) if t is not None]
@@ -285,15 +285,15 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     log_ratio = policy - proximal                                           # (T,)
     log_weight = proximal - rollout                                         # (T,)
     if loss.sequence_level:
-        # Every token has the ratio of its row and the gradient of its own log-prob; the weights
-        # hold the 1 / length of the mean (2507.18071, section 4.3: GSPO-token).
+        # Every token has its row's ratio and the gradient of its own log-prob; the weights contain
+        # the mean's 1 / length (2507.18071, section 4.3: GSPO-token).
         row_mean = row_means(log_ratio.detach(), row_of_token, len(advantages))
         log_ratio = row_mean + policy - policy.detach()
         log_weight = row_means(log_weight, row_of_token, len(advantages))
     ratio = limited_exp(log_ratio)
     importance_weight = (1.0 if correction.cap is None
                          else limited_exp(log_weight).clamp(max=correction.cap))
-    # The importance weight is positive, so it may be multiplied before min() as well as after it.
+    # The importance weight is positive, so it can be multiplied before min() or after it.
     weighted_advantage = advantages[row_of_token] * importance_weight       # (T,)
 
     #                            ratio < 1 - clip_low    in between    ratio > 1 + clip_high
@@ -323,9 +323,9 @@ def rollout_sums(d: Tensor) -> dict[str, Tensor]:
     """How far the learner is from the rollout: d (T,) = log policy - log rollout -> sums over the
     tokens, float64; rollout_is_max is a maximum. docs/metrics.md defines each.
 
-    The ratio here, exp(d) = policy / rollout, is neither clipped nor truncated.
+    The ratio here, exp(d) = policy / rollout, is not clipped or truncated.
     """
-    d = d.double()                               # counts stay exact however many are added
+    d = d.double()                               # so that counts stay exact
     ratio = limited_exp(d)
     statistics = {
         "tokens": torch.ones_like(d),
@@ -341,7 +341,7 @@ def rollout_sums(d: Tensor) -> dict[str, Tensor]:
 
 
 def add_sums(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds the sums of two micro-batches, or of two ranks; a may be {}, the sums of nothing."""
+    """Adds the sums of two micro-batches, or of two ranks; a may be {}, the empty sum."""
     if not a:
         return b
     return {name: a[name] + b[name] for name in a} | {

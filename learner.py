@@ -2,8 +2,8 @@
 The learner: turns sampled answers and their advantages into optimizer steps on the adapter.
 
     learner = Learner(model, loss)
-    batch = Batch(rows, advantages)              # one for each training step
-    update = learner.update(batch, weights, lr)  # one or more for each batch
+    batch = Batch(rows, advantages)              # one per training step
+    update = learner.update(batch, weights, lr)  # one or more per batch
 
 All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update packs the
 batch's rows into micro-batches that fit in memory, adds up their gradients, clips the sum, takes an
@@ -33,12 +33,12 @@ from sampler import Row
 
 @dataclass
 class Batch:
-    """The answers of one training step: made once, and given to every update on them.
+    """The answers of one training step, shared by all updates on them.
 
-    advantages (B,) fp32 are those of the rows. old holds the old log-probs (grpo.py) of the rows
-    that this rank trains on: (completion tokens,) fp32, detached, on the model's device, from
-    keep_old_logprobs() or else from the learner's first pass over the row. seen holds the rows that
-    any rank has trained on in an earlier update.
+    advantages: of the rows, (B,) fp32. old: row -> its old log-probs (grpo.py), for rows that this
+    rank trains on: (completion tokens,) fp32, detached, on the model's device, from
+    keep_old_logprobs() or else from the learner's first pass over the row. seen: the rows that any
+    rank has trained on in an earlier update.
     """
     rows: list[Row]
     advantages: Tensor
@@ -47,9 +47,9 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """What update() did. The adapter is unchanged if no row was trained (no sums), the gradient was
-    0, or a loss or gradient was not finite (failure). The log shows sums and norm of a failed
-    update as they are, infinite or NaN.
+    """Result of update(). The adapter is unchanged if no row was trained (no sums), the gradient
+    was 0, or a loss or gradient was not finite (failure). A failed update keeps its sums and norm
+    as they are, infinite or NaN, for the log.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
@@ -60,8 +60,8 @@ class Update(NamedTuple):
 class AdamW:
     """The optimizer of an adapter: AdamW (1711.05101) on its one flat vector of parameters.
 
-    To try another optimizer, write a class with these four methods and put it into
-    Learner.OPTIMIZER: checkpoints, resumed runs and the memory plan (harness/memory.py) follow from
+    To try another optimizer, write a class with these four methods and assign it to
+    Learner.OPTIMIZER: checkpoints, --resume and the memory plan (harness/memory.py) only use
     state_bytes() and tensors().
     """
     MOMENTS = "exp_avg", "exp_avg_sq"            # as torch.optim names them
@@ -79,40 +79,38 @@ class AdamW:
 
     @classmethod
     def state_bytes(cls, parameters: int) -> int:
-        """How many bytes this optimizer keeps, in fp32, beside this many parameters and their
-        gradient.
-        """
+        """Bytes of this optimizer's fp32 state for so many parameters."""
         return 4 * len(cls.MOMENTS) * parameters
 
     def tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state by name, as checkpoints hold it; step() changes it in place."""
+        """The optimizer's state by name, for checkpoints; step() changes it in place."""
         return self.state
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """One AdamW step on adapter.master, in place, with the gradient in adapter.master.grad.
 
-        The caller must then call adapter.sync(), which rewrites the adapter's working copies.
+        The caller must call adapter.sync() afterwards, which rewrites the working copies.
         """
         master = self.adapter.master
         state = self.state
-        # The function behind torch.optim.AdamW(fused=True): one kernel for the whole vector. The
-        # class imports torch's compiler, which takes seconds at every start.
+        # The function behind torch.optim.AdamW(fused=True): one kernel for the entire vector. The
+        # class itself would import torch's compiler, which takes seconds at every start.
         adamw([master], [master.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [],
               [state["step"]], fused=True, lr=lr, beta1=self.BETAS[0], beta2=self.BETAS[1],
               weight_decay=self.weight_decay, eps=self.EPS, amsgrad=False, maximize=False)
 
 
 class Learner:
-    """Trains a model's adapter; holds all that changes from one update to the next.
+    """Trains a model's adapter; owns all state that updates change.
 
-    temperature is the one that the answers are sampled with. The learner divides its logits by it
-    too, so that the log-probs of both belong to the same distribution.
+    temperature: the sampler's. The learner divides its logits by it too, so that both log-probs
+    belong to the same distribution.
 
-    Two attributes may be set to what the memory allows: micro_batch_tokens, and kept_layers, the
-    number of layers without activation checkpointing (these keep their activations for the backward
-    pass, the others compute them again). skipped counts the updates so far whose loss or gradient
-    was not finite.
+    Two attributes may be set to what fits in memory: micro_batch_tokens, and kept_layers, the
+    number of layers without activation checkpointing (they keep their activations for the backward
+    pass, the others recompute them). skipped counts the updates so far whose loss or gradient was
+    not finite.
     """
     OPTIMIZER = AdamW
 
@@ -130,36 +128,35 @@ class Learner:
 
     @classmethod
     def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
-        """How many bytes an adapter of this many parameters takes in training: the fp32 parameters
-        and their gradient, the working copies in the model's dtype that are computed with, and the
-        optimizer's state.
+        """Bytes of an adapter of so many parameters in training: the fp32 parameters and their
+        gradient, the working copies in the model's dtype, and the optimizer's state.
         """
         return (4 + 4 + dtype.itemsize) * parameters + cls.OPTIMIZER.state_bytes(parameters)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, by name; update() changes it in place."""
+        """The tensors of a checkpoint, by name; update() changes them in place."""
         return {"master": self.adapter.master.data, **self.optimizer.tensors()}
 
     def counters(self) -> dict[str, float]:
-        """The numbers that a checkpoint must hold beside tensors(). A run logs them too."""
+        """The numbers that a checkpoint needs besides tensors(); also logged."""
         return {"skipped": self.skipped}
 
     def restore(self, counters: dict) -> None:
-        """Continues from a checkpoint whose tensors have been written into tensors() already.
+        """Continues from a checkpoint whose tensors are already in tensors().
 
-        counters: the checkpoint's, which may also hold numbers of other parts of the run; {} for a
+        counters: the checkpoint's, which may include numbers of other parts of the run; {} for a
         new run.
         """
         for name in self.counters().keys() & counters.keys():
             setattr(self, name, counters[name])
         self.adapter.sync()
 
-    @torch.enable_grad()                         # a --reward may have switched it off
+    @torch.enable_grad()                         # a --reward may have disabled it
     def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:
-        """One optimizer step on those tokens of the batch whose weight is above 0.
+        """One optimizer step on the tokens of the batch whose weight is above 0.
 
-        Every rank holds the whole batch, the B rows of all ranks, and weights (B, L) fp32 as
-        grpo.token_weights gives them; each computes its share. Update says when no step is taken.
+        Every rank gets the full batch, the B rows of all ranks, and weights (B, L) fp32 from
+        grpo.token_weights; each computes its share. See Update for when no step is taken.
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
@@ -171,7 +168,7 @@ class Learner:
         all_sum(adapter.master.grad)
         loss = sums.pop("loss").item()
         grad_norm = adapter.master.grad.norm().item()
-        # Every rank sees the same sums, and decides alike.
+        # Every rank sees the same sums, so all decide alike.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.skipped += 1
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
@@ -199,10 +196,10 @@ class Learner:
 
     @torch.no_grad()
     def keep_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
-        """Computes batch.old of all rows before the first of several updates that train different
-        rows, at the cost of a forward pass. minibatches: the weights of each.
+        """Computes batch.old of all rows before the first of several updates on different rows, at
+        the cost of a forward pass. minibatches: the weights of each.
         """
-        for weights in minibatches:              # dealt to the ranks as the update will deal them
+        for weights in minibatches:              # dealt to the ranks as in the update
             for numbers in self._share(batch, self._trained(batch, weights), RANK, WORLD):
                 tokens, starts, lengths = as_tokens([batch.rows[b] for b in numbers])
                 old, _ = self.model.token_logprobs(tokens, starts, self.temperature)
@@ -210,8 +207,8 @@ class Learner:
 
     def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
         """The numbers of the rows that an update trains on."""
-        # A row of advantage 0 has no gradient but that of a KL term, and is skipped without one. It
-        # still counts in the divisor, which is in the weights already.
+        # A row with advantage 0 has only the gradient of a KL term, and is skipped without one. It
+        # still counts in the divisor, which is already in the weights.
         teaches = (batch.advantages != 0) | self.loss.needs_reference
         return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
 
@@ -237,14 +234,14 @@ class Learner:
         # Without keep_old_logprobs(), a row's first pass keeps its log-probs for later ones.
         for b, logprobs in zip(numbers, policy.detach().split(lengths)):
             if b not in batch.old:
-                # A rank keeps those of its own rows only. --epochs repeats the same updates, and
-                # the same rows are dealt to the same ranks, so each row finds what it needs.
+                # A rank keeps them only for its own rows. --epochs repeats the same updates, which
+                # deals the same rows to the same ranks, so they are always there.
                 assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
                 batch.old[b] = logprobs
         old = torch.cat([batch.old[b] for b in numbers])
         row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
         weights = torch.cat([weights[b, :n] for b, n in zip(numbers, lengths)])
-        # Tokens outside the loss, such as a tool's, end here: the others are conditioned on them.
+        # Tokens outside the loss, such as a tool's, are dropped only now: others depend on them.
         kept = weights.nonzero()[:, 0]
         row_of_token, weights = row_of_token[kept].to(device), weights[kept].to(device)
         kept = kept.to(device)
@@ -275,22 +272,22 @@ class MicroBatch(NamedTuple):
 def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -> list[MicroBatch]:
     """Packs the rows of a batch into micro-batches of at most token_budget tokens, largest first.
 
-    prompts and completions are lists of token ids, B each. The rows of a group are neighbours, and
-    the learner computes their prompt once, so it counts once. A row longer than the budget goes
-    alone.
+    prompts and completions are B lists of token ids each. The rows of a group are neighbours, and
+    the learner computes their prompt once, so it counts once. A row longer than the budget gets a
+    micro-batch of its own.
 
-    With a budget of 10 tokens and four rows, of which the first three answer the prompt a (2
-    tokens) and the last one the prompt b (1 token):
+    With a budget of 10 tokens and four rows, of which the first three answer prompt a (2 tokens)
+    and the last one prompt b (1 token):
 
         row               0        1        2        3
         prompt, answer    a + 3    a + 3    a + 6    b + 1   tokens
 
         1) pieces         [a + 3 + 3] = 8        [a + 6] = 8        [b + 1] = 2
-                          rows of one prompt; a group that exceeds the budget is cut, and then its
+                          rows of one prompt; a group that exceeds the budget is split, and its
                           prompt counts in each piece
 
         2) micro-batches  [a + 3 + 3, b + 1] = 10                   [a + 6] = 8
-                          the longest piece first, each into the first micro-batch that it fits in
+                          longest piece first, each into the first micro-batch with room for it
 
     The largest micro-batch comes first, so a run that does not fit in memory fails at once.
     """
@@ -322,19 +319,19 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -
 # -----------------------------------------------------------------------------
 # Several GPUs
 
-# The token budget is lowered until each rank gets about this many micro-batches or more: a few
+# The token budget is lowered until each rank gets at least about this many micro-batches: a few
 # large ones cannot be dealt out evenly.
 MICRO_BATCHES_PER_RANK = 4
 
 
 def share_of_rank(prompts: Sequence, completions: Sequence, token_budget: int, rank: int,
                   ranks: int) -> list[MicroBatch]:
-    """One rank's share of the micro_batches() of a whole batch: those are dealt out from the
-    largest on, each to the rank with the fewest tokens so far.
+    """One rank's share of the micro_batches() of the full batch, dealt out largest first, each to
+    the rank with the fewest tokens so far.
 
-    Every rank packs the whole batch. If each packed rows of its own, the micro-batches would depend
-    on the number of GPUs, and bf16 rounds differently in another micro-batch. (With many ranks for
-    a small batch the lower budget makes them depend on it all the same.)
+    Every rank packs the full batch. If each packed only its own rows, the micro-batches would
+    depend on the number of GPUs, and bf16 rounds differently in another micro-batch. (With many
+    ranks and a small batch they still depend on it, through the lower budget.)
     """
     if ranks > 1:
         tokens = sum(map(len, completions)) + sum(len(prompt) for prompt, _ in groupby(prompts))

@@ -1,25 +1,25 @@
 """
-A linear of the network: one frozen weight W, which may live in 4 bits, plus a trained product of
-two small matrices (LoRA, arXiv 2106.09685):
+A linear of the network: a frozen weight W, in 4 or 16 bits, plus a trained product of two small
+matrices (LoRA, arXiv 2106.09685):
 
     y = x @ W.T + (x @ A.T) @ (s * B).T          A (R, K), B (N, R), s = alpha / rank
 
     adapter = attach(model, rank=32, alpha=32)   # every Linear of the model gets its A and B
     save_adapter(model, folder)                  # as PEFT writes it; load_adapter reads it
 
-The adapter of a model is all that is trained: A and B of every linear.
+Only the adapter is trained: A and B of every linear.
 
 Fused linears. q|k|v are one matrix here, and so are gate|up: their `parts` are consecutive rows of
 W. Every part has its own A and B. `a` stacks the parts' A, `b` has one row per output row:
     y[:, rows of part p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of part p]).T
 
 One flat buffer. All A and all B are views into one fp32 vector, `master`; their gradients are views
-into another. So the optimizer, the sum over GPUs and the checkpoints handle one tensor. Sampler and
-learner compute with copies in the model's dtype (bf16 on a GPU), `working_a` and `working_b` =
-s * b, which sync() rewrites in place, because CUDA graphs have captured their addresses.
+into another. So the optimizer, the sum over GPUs and the checkpoints handle a single tensor.
+Sampler and learner compute with copies in the model's dtype (bf16 on a GPU), `working_a` and
+`working_b` = s * b, which sync() rewrites in place, because CUDA graphs captured their addresses.
 
-Last in this file: the wide matrix, by which the learner computes y in one product. Not here: how
-the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
+At the end of this file: the wide matrix, with which the learner computes y in one product. Not
+here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -43,7 +43,7 @@ from weights import check_trained_on, read_peft, write_peft
 class Linear(torch.nn.Module):
     """A frozen nvfp4.Weight plus, once a model has an adapter, this linear's A and B.
 
-    names: what Hugging Face calls the parts, such as model.layers.0.self_attn.q_proj.
+    names: Hugging Face's names of the parts, such as model.layers.0.self_attn.q_proj.
     parts: how many rows of W each part has. scratch: shared by the linears of a model.
     """
 
@@ -62,12 +62,12 @@ class Linear(torch.nn.Module):
 
     @property
     def rank(self) -> int:
-        """R, or 0 without an adapter and where it is switched off."""
+        """R, or 0 if there is no adapter or it is switched off."""
         return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x, which must require a
-        gradient: its backward pass adds those of A and B to a.grad and b.grad.
+        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x. x must require a
+        gradient: its backward pass also adds those of A and B to a.grad and b.grad.
 
         y = x @ W.T + (x @ A.T) @ (s * B).T, part by part.
         """
@@ -76,10 +76,10 @@ class Linear(torch.nn.Module):
         return _Product.apply(x, self)
 
     def merged(self) -> Tensor:
-        """W + s * B @ A in fp32, (N, K): what an exported checkpoint holds."""
+        """W + s * B @ A in fp32, (N, K), as in an exported checkpoint."""
         w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
         self.weight.dequantize(out=w)
-        self.weight.dense = None                 # a copy that a CPU keeps; it is used once here
+        self.weight.dense = None                 # the copy that a CPU keeps; needed only once here
         if self.rank:
             b = self.adapter.scale * self.b.data
             w += torch.block_diag(*b.split(self.parts)) @ self.a.data
@@ -115,7 +115,7 @@ class Linear(torch.nn.Module):
         return wide
 
     def product(self, x_wide: Tensor) -> Tensor:
-        """widened(x) -> y (M, N) fp32. Writes x @ A.T to the right of x: the backward needs it."""
+        """widened(x) -> y (M, N) fp32. Writes x @ A.T to the right of x, for the backward pass."""
         k = self.weight.K
         if self.on_input:
             self.on_input(x_wide[:, :k])
@@ -131,7 +131,7 @@ class Linear(torch.nn.Module):
         """
         n = self.weight.N
         k = self.weight.K
-        # Expanded once more: the expanded W of all layers are 3.5 times the 4-bit model.
+        # Expanded again: keeping the expanded W of all layers takes 3.5 times the 4-bit model.
         wide = self.wide_weight()
         assert x_wide.shape[1] == wide.shape[1], \
             f"{self.names[0]}: adapter switched between forward and backward"
@@ -152,15 +152,15 @@ class Linear(torch.nn.Module):
 class Adapter:
     """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
 
-    master           all A, then all B; fp32; its .grad lies the same way
-    working          the copies in `dtype` that sampler and learner compute with, laid out the same
+    master           all A, then all B; fp32; its .grad has the same layout
+    working          the copies in `dtype` that sampler and learner compute with; same layout
 
         |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |
         0                                  b_start
 
-    Whoever changes master calls sync() afterwards. Clear the gradients by master.grad.zero_(): an
-    optimizer's or a module's zero_grad() drops the tensor (set_to_none), and the linears would add
-    to one that nobody reads.
+    Call sync() after changing master. Clear the gradients with master.grad.zero_(): an optimizer's
+    or a module's zero_grad() drops the tensor (set_to_none), and the linears would add to one that
+    nobody reads.
     """
 
     def __init__(self, linears: list[Linear], rank: int, alpha: float, dtype: torch.dtype):
@@ -174,8 +174,8 @@ class Adapter:
         self.shapes += [(linear.weight.N, rank) for linear in linears]
         self.offsets = [0]
         for shape in self.shapes:
-            # Each view starts at a multiple of 128 numbers, which are 256 bytes where a number has
-            # 2: kernels load 16 bytes at once, from aligned addresses only.
+            # Each view starts at a multiple of 128 numbers (256 bytes in bf16): kernels load 16
+            # bytes at once, only from aligned addresses.
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
         self.b_start = self.offsets[len(linears)]
         device = linears[0].weight.device
@@ -198,7 +198,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within: the model computes without A and B. That is the reference policy of a KL term."""
+        """Within, the model computes without A and B: the reference policy of a KL term."""
         self.enabled = False
         try:
             yield
@@ -218,10 +218,10 @@ class Adapter:
 def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int = 0) -> Adapter:
     """Give every Linear of a model its A and B -> model.adapter.
 
-    An adapter that the model had is dropped. A Sampler that was made before takes the new adapter.
-    A Learner does not: make another one.
+    Any previous adapter is dropped. An existing Sampler uses the new adapter; an existing Learner
+    does not: make another one.
     A starts uniform in +-1/sqrt(K) as PEFT's does, drawn from `seed`. B starts at zero, so the
-    first forward equals the base's except for the order in which a matmul sums.
+    first forward equals the base model's except for the order in which a matmul sums.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     adapter = Adapter(linears, rank, alpha, model.dtype)
@@ -246,8 +246,8 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
 
 
 def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | None = None) -> None:
-    """Write the adapter in fp32 as PEFT does. master: a vector to write instead of the adapter's
-    own, laid out the same (an older one, or one on the CPU).
+    """Write the adapter in fp32 as PEFT does. master: a vector of the same layout to write instead
+    of the adapter's own (an older one, or one on the CPU).
     """
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
@@ -256,8 +256,8 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
-    """Attach the adapter of a PEFT folder. UserError if it was trained on another model, or names
-    what is missing or does not fit, before anything is allocated.
+    """Attach the adapter of a PEFT folder. UserError, before anything is allocated, if it was
+    trained on another model or its tensors do not fit this one.
     """
     (rank, alpha), tensors = read_peft(folder)
     if model.folder:
@@ -265,8 +265,8 @@ def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     held = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
     wanted = peft_shapes(model, rank)
     if held != wanted:
-        raise UserError(f"{folder}: no adapter of this model: has {sorted(held - wanted)[:1]}, "
-                        f"expected {sorted(wanted - held)[:1]}")
+        raise UserError(f"{folder}: not an adapter for this model: has "
+                        f"{sorted(held - wanted)[:1]}, expected {sorted(wanted - held)[:1]}")
     adapter = attach(model, rank, alpha)
     for name, view in adapter.peft_tensors(adapter.master.data):
         view.copy_(tensors[name])
@@ -289,14 +289,14 @@ def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, 
 # The wide matrix: Linear's formula in one product, with other rounding
 #
 # Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
-# second time. Instead the learner expands W into a buffer that has P*R more columns and rows, with
-# s*B to the right of W and A below it. For q|k|v (P = 3):
+# second time. Instead the learner expands W into a buffer with P*R more columns and rows: s*B to
+# the right of W, and A below it. For q|k|v (P = 3):
 #
 #                         K          R    R    R
 #                   +-----------+----+----+----+
 #         rows of q |           |sB_q|  0 |  0 |
 #         rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
-#         rows of v |           |  0 |  0 |sB_v|         see the part's own x @ A.T alone
+#         rows of v |           |  0 |  0 |sB_v|         see only the part's own x @ A.T
 #                   +-----------+----+----+----+
 #                   |    A_q    |              |
 #                   |    A_k    |  never read  |  P*R
@@ -330,7 +330,7 @@ class _Product(torch.autograd.Function):
 
 
 class Scratch:
-    """One buffer in which all linears of a model expand their matrices, one at a time."""
+    """One buffer into which all linears of a model expand their matrices, one at a time."""
 
     def __init__(self):
         self.flat = None

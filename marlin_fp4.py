@@ -21,7 +21,7 @@ The parts of this file:
     6  how that kernel is launched
     7  the same product with W expanded first
 
-fast/hopper_fp4.py has parts 5 and 6 again, faster, for Hopper alone.
+fast/hopper_fp4.py has parts 5 and 6 again, faster, only for Hopper.
 
 The name, and the idea of cutting one weight stream into equal stripes, come from Marlin (Frantar et
 al. 2024, arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of the bits is our own.
@@ -70,12 +70,12 @@ MAX_DECODE_ROWS = 256
 #     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
 #
 # A code has 4 bits, s e e m: a sign, two exponent bits and a mantissa bit. e2m1(code) is 0, .5, 1,
-# 1.5, 2, 3, 4 or 6, with that sign. row_scale is NVFP4's global_scale, one number a row, since q, k
-# and v (or gate and up), which are fused along n, may have different ones.
+# 1.5, 2, 3, 4 or 6, with that sign. row_scale is NVFP4's global_scale, one number per row, since q,
+# k and v (or gate and up), which are fused along n, may have different ones.
 #
-# Tiles and bands. W is cut into tiles of 128 x 128, padded with zeros at its edges. A "band" is the
-# tiles beside each other along k: 128 rows of W, which give 128 columns of y. Tiles are stored in
-# the order of their numbers here:
+# Tiles and bands. W is cut into tiles of 128 x 128, padded with zeros at its edges. A "band" is a
+# row of tiles along k: 128 rows of W, which give 128 columns of y. Tiles are stored in the order of
+# their numbers here:
 #
 #               k ->
 #          +--------+--------+--------+
@@ -139,7 +139,7 @@ MAX_DECODE_ROWS = 256
 #
 #     u = ((floor(log2 v) + 10) << 3) | mantissa
 #
-# which holds every value of E4M3, subnormal ones too, as a normal number. Then 0x7000 | (u << 4) is
+# which has every value of E4M3, even subnormal ones, as a normal number. Then 0x7000 | (u << 4) is
 # the bf16 v * 2^107: its exponent field is 224 + floor(log2 v) + 10, and bf16's bias is 127. A
 # scale of 0 gets the byte 0, which would decode to 2^97, so `pack` sets all codes under it to 0.
 #
@@ -162,7 +162,7 @@ MAX_DECODE_ROWS = 256
 # AND and OR together are one instruction, the rotation is another.
 #
 # A code times its scale. e2m1(code) * 2^-126 times v * 2^107 is e2m1(code) * v * 2^-19. It has at
-# most 6 significant bits, 2 of the code and 4 of the scale, so bf16 holds it exactly. The kernels
+# most 6 significant bits, 2 of the code and 4 of the scale, so it is exact in bf16. The kernels
 # sum x * e2m1(code) * v * 2^-19, and the kernel that adds up their sums multiplies by `out_scale` =
 # row_scale * 2^19.
 #
@@ -363,7 +363,7 @@ def _decode_scales_asm():
 
 
 # In the strings below "r" is a 32-bit register, "h" a 16-bit one, and "=" marks a result. "=&r" is
-# written while the argument is still needed, so it gets a register of its own. pack=2 puts two
+# written while the argument is still needed, so it gets its own register. pack=2 puts two
 # neighbouring words into one register.
 
 @triton.jit
@@ -383,7 +383,7 @@ def decode_scales(word, dtype: tl.constexpr):
 
 @triton.jit
 def spread_scales(scale):
-    """(128, 2) scales of a plane -> (128, 32), each beside the 16 codes that it multiplies."""
+    """(128, 2) scales of a plane -> (128, 32), one for each of the codes that it multiplies."""
     return tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
@@ -444,7 +444,7 @@ def dequantize_kernel(
 #
 # At the end of a band, or of its stripe, a program stores its sums: a "piece" of that band's 128
 # columns of y. The pieces of a band are numbered from 0 in the order of their programs, and piece p
-# goes into slab p, a "slab" being a whole matrix (M, N + R). For the W above, a digit is the
+# goes into slab p, a "slab" being a full matrix (M, N + R). For the W above, a digit is the
 # program that stores the piece:
 #
 #                columns of
@@ -455,7 +455,7 @@ def dequantize_kernel(
 #
 # The kernel that reads y next adds the slabs up: `w_pieces` tells it how many hold a piece of a
 # column, and it adds those in order, so the result has the same bits in every run (atomic additions
-# would not). Slabs are never set to zero: a "-" may hold anything, even NaN.
+# would not). Slabs are never set to zero: a "-" may contain anything, even NaN.
 #
 # LoRA's A rides along: columns N .. N + R of the slabs are x @ A.T. The first programs of the grid
 # do nothing else; A0 to A2 above each walk a part of K for up to 64 rows of A. If x has more than
@@ -478,7 +478,7 @@ def parts_of_k(M: int) -> int:
 
 @triton.jit
 def w_pieces(column, k_tiles, stripe):
-    """How many slabs hold a piece of this column of x @ W.T."""
+    """How many slabs have a piece of this column of x @ W.T."""
     first_tile = column // 128 * k_tiles
     return (first_tile + k_tiles - 1) // stripe - first_tile // stripe + 1
 
@@ -541,7 +541,7 @@ class MatmulSlabs(NamedTuple):
     scale: torch.Tensor     # fp32 (N,)
     k_tiles: int            # as in the StripePlan
     stripe: int             # likewise
-    a_pieces: int           # slabs that hold a piece of x @ A.T
+    a_pieces: int           # slabs that have a piece of x @ A.T
 
 
 # -----------------------------------------------------------------------------

@@ -12,23 +12,23 @@ In Qwen2.5, q, k and v have biases. In Qwen3 they have none; instead each head o
 before the rotary embedding, and d is not D / H.
 
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
-although they sum in different orders. Hence the residual stream and the sum and result of every
-linear are fp32. What the next matmul takes is rounded to `dtype` (bf16 on a GPU, fp32 on a CPU):
-x * w after a norm; q, k and v; attention's output; silu(gate) * up; an adapter's x @ A.T. The MLP
-also keeps gate_up's result rounded for its backward pass, and gradients between matmuls are rounded
-(ops.py, lora.py).
+although they sum in different orders. Hence the residual stream, sums and results of linears are
+fp32. The inputs of matmuls are rounded to `dtype` (bf16 on a GPU, fp32 on a CPU): x * w after a
+norm; q, k and v; attention's output; silu(gate) * up; an adapter's x @ A.T. The MLP also keeps
+gate_up's result rounded for its backward pass, and gradients between matmuls are rounded (ops.py,
+lora.py).
 
-Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number a row, so it can
-be multiplied into the result of the next linear. A bias is added after that:
+Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number per row, so it
+can be multiplied into the result of the next linear. A bias is added after that:
 
     textbook    norm: x * w / rms  ->  dtype  ->  @ W.T              ->  + bias  ->  y
     here        norm: x * w        ->  dtype  ->  @ W.T  -> * 1/rms  ->  + bias  ->  y
                       1/rms  -------------------------------^
 
-In a decode step the matmul then need not wait for the sum over the whole row. The learner does the
-same because it must round what the sampler rounds: in the textbook form every normed input would
-differ from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd as in other
-programs' norms: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
+Then the matmul of a decode step need not wait for the sum over the row. The learner does the same
+because it must round what the sampler rounds: in the textbook form every normed input would differ
+from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd as in other
+libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
@@ -93,12 +93,12 @@ def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tu
 def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor | None, gains: Tensor | None, eps: float,
               cos: Tensor, sin: Tensor, kv_heads: int,
               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """From the qkv linear's result to attention's inputs. In this order: times 1/rms, plus bias,
-    the norms of q's and k's heads, rotary embedding, rounding to dtype.
+    """From the qkv linear's result to attention's inputs, in this order: times 1/rms, plus bias,
+    norms of q's and k's heads, rotary embedding, rounding to dtype.
 
     y (T, N) with N = (H + 2 KV) * d, rstd = 1/rms (T, 1), bias (N,), gains (2, d): the weights of
-    q's norm and of k's; cos and sin (T, 1, d/2) as rope_table gives them; all fp32. bias or gains
-    are None in a model that has none. -> q (T, H, d), k and v (T, KV, d) in dtype.
+    q's norm and of k's; cos and sin (T, 1, d/2) from rope_table; all fp32. bias or gains are None
+    in a model without them. -> q (T, H, d), k and v (T, KV, d) in dtype.
     """
     y = y * rstd
     if bias is not None:
@@ -111,18 +111,18 @@ def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor | None, gains: Tensor | None
 
 
 def head_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head by itself: x (T, heads, d), gain (d,) -> (T, heads, d), all fp32.
+    """RMSNorm of each head: x (T, heads, d), gain (d,) -> (T, heads, d), all fp32.
 
-    No linear follows directly, so 1/rms is multiplied in here, and AQN adds no noise to the gain.
+    No linear follows directly, so 1/rms is applied here, and AQN adds no noise to the gain.
     """
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: turn each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
+    """Rotary embedding: rotate each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
 
-    cos and sin (T, 1, d/2) are those of each token's d/2 angles, the same for all heads. Qwen pairs
-    i with i + d/2; other implementations pair neighbours.
+    cos and sin (T, 1, d/2): of each token's d/2 angles, the same for all heads. Qwen pairs i with
+    i + d/2; other implementations pair neighbours.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -143,7 +143,7 @@ def rope_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 # The network
 
 class RMSNorm(torch.nn.Module):
-    """A norm as its two factors (see the top), with AQN's noise added to its weight.
+    """A norm as its two factors (see top of file), with AQN's noise added to its weight.
 
     noise (D,) is zero except within aqn.noisy_norms.
     """
@@ -164,8 +164,8 @@ class Layer(torch.nn.Module):
     """Layer i: attention and MLP, each after a norm, each added to the residual stream.
 
     get(name, *shape) returns a tensor of the checkpoint. frozen(names, parts, K) returns the
-    nvfp4.Weight of a fused linear, whose part names[j] has parts[j] rows. So a checkpoint, a test
-    and the bench's random numbers all make the same Layer. scratch: shared by all layers.
+    nvfp4.Weight of a fused linear, whose part names[j] has parts[j] rows. So a Layer can be made
+    from a checkpoint, in a test, or from the bench's random numbers. scratch: shared by all layers.
     """
 
     def __init__(self, config: ModelConfig, i: int, get: Callable, frozen: Callable,
@@ -200,15 +200,15 @@ class Layer(torch.nn.Module):
         self.down = linear(["mlp.down"], (c.width,), c.feed_forward)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
-        """The residual stream x (T, D) fp32 -> what the layer makes of it, (T, D) fp32.
+        """The residual stream before the layer -> after it: x (T, D) -> (T, D), fp32.
 
         cos, sin (T, 1, d/2) fp32: see rope_table.
         attend(q (T, H, d), k (T, KV, d), v (T, KV, d)) -> (T, H, d), all in the model's dtype,
         knows which token sees which: attention.PackedAttention for the learner, the KV cache for
         the sampler.
         """
-        # A trap: on a GPU the sampler's decode steps do not come by here. GraphEngine.step in
-        # fast/decode.py launches kernels for the same layer, and a change belongs there too.
+        # A trap: on a GPU the sampler's decode steps do not run this code. GraphEngine.step in
+        # fast/decode.py launches kernels for the same layer, so change both.
         xw, rstd = self.input_norm(x)
         c = self.config
         q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, self.qk_gains, c.eps,
@@ -219,15 +219,15 @@ class Layer(torch.nn.Module):
 
 
 class Qwen(torch.nn.Module):
-    """The whole model. get and frozen read it, as Layer says; load() makes one of a folder.
+    """The model. get and frozen read its tensors (see Layer); load() reads a folder.
 
-    live_vocab: how many ids the tokenizer has. Rows of the head beyond it are padding, and no
-    log-prob sees them. adapter: None until lora.attach(). name: the folder, which an exported
-    adapter calls its base model.
+    live_vocab: how many ids the tokenizer has. Rows of the head beyond it are padding, which
+    log-probs ignore. adapter: None until lora.attach(). name: the folder, which an exported adapter
+    calls its base model.
 
     A model stays on the device and in the dtype that it was loaded for. Do not call .to(), .half()
     or .cuda(): they would move only the norms. The embedding, the head, the biases of q, k and v
-    and the frozen weights are plain attributes, neither parameters nor buffers, and would stay.
+    and the frozen weights are plain attributes, not parameters or buffers, and would stay behind.
     """
 
     def __init__(self, config: ModelConfig, get: Callable, frozen: Callable, dtype: torch.dtype,
@@ -254,15 +254,15 @@ class Qwen(torch.nn.Module):
                kept_layers: int | None = None) -> tuple[Tensor, Tensor]:
         """All layers and the final norm: tokens (T,) packed -> its x * w (T, D), 1/rms (T, 1).
 
-        attends: one for each layer, see Layer.forward. kept_layers: how many layers, counted from
-        the last, keep their activations for the backward; the others keep only their input and
-        run a second time. None: all keep them. Without gradients nothing is kept, whatever it is.
+        attends: one per layer, see Layer.forward. kept_layers: how many layers, counted from the
+        last, keep their activations for the backward pass; the others keep only their input and are
+        recomputed. None: all keep them. Without gradients nothing is kept.
         """
         layers = len(self.layers)
         kept_layers = layers if kept_layers is None else kept_layers
         assert 0 <= kept_layers <= layers, f"kept_layers {kept_layers}, of {layers} layers"
         x = self.embedded(tokens)
-        if self.adapter:                         # frozen: so that autograd enters the first layer
+        if self.adapter:                         # makes autograd enter the first, frozen layer
             x.requires_grad_()
         cos, sin = rope_table(positions, self.config)
         first_kept = layers - kept_layers if torch.is_grad_enabled() else 0
@@ -276,7 +276,7 @@ class Qwen(torch.nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) fp32. For checks: training never builds this tensor.
 
-        The last V - live_vocab columns belong to no token: cut them off, logits[..., :live_vocab],
+        The last V - live_vocab columns are not tokens: cut them off, logits[..., :live_vocab],
         before a softmax or an argmax.
         """
         B, T = tokens.shape
@@ -292,9 +292,9 @@ class Qwen(torch.nn.Module):
 
         rows: lists of ids, each a prompt and its completion; starts[i]: where the completion of row
         i begins. -> (C,) fp32 each, for the C completion tokens of all rows in order. Neighbours
-        with the same prompt share the work on it.
-        temperature > 0 divides the logits (the sampler reads 0 as greedy, and then reports
-        log-probs at temperature 1). kept_layers: see hidden().
+        with the same prompt share its computation.
+        temperature > 0 divides the logits (for the sampler 0 is greedy, with log-probs at
+        temperature 1). kept_layers: see hidden().
         """
         assert temperature > 0, f"temperature must be above 0, got {temperature}"
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
@@ -324,13 +324,13 @@ class Qwen(torch.nn.Module):
 def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
          device: torch.device | str | None = None, dtype: torch.dtype | None = None,
          live_vocab: int | None = None) -> Qwen:
-    """Read a checkpoint, of 16-bit files or compressed-tensors NVFP4, with its linears as `base`.
+    """Read a checkpoint in 16 bits or compressed-tensors NVFP4, with its linears as `base`.
 
-    It is quantized matrix by matrix as it is read, so the peak of memory is the result plus one
-    fused matrix. folder: also a name of the hub's, which is downloaded. device: where the
-    model lies and computes, "cpu" or "cuda:1" for instance; None: the current GPU, or the CPU where
-    torch sees no GPU. dtype: of matmul inputs; None: bf16 on a GPU, fp32 on a CPU. live_vocab: see
-    Qwen; None: all V ids are tokens. UserError names the file or tensor that is bad.
+    It is quantized matrix by matrix while it is read, so peak memory is the result plus one fused
+    matrix. folder: or a name on the hub, which is downloaded. device: where the model is and
+    computes, such as "cpu" or "cuda:1"; None: the current GPU, or the CPU if torch sees no GPU.
+    dtype: of matmul inputs; None: bf16 on a GPU, fp32 on a CPU. live_vocab: see Qwen; None: all V
+    ids are tokens. UserError names the bad file or tensor.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)

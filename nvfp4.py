@@ -1,13 +1,13 @@
 """
 Four-bit weight formats: quantize real weights to codes and scales, and decode them again.
 
-NVFP4 takes 4.5 bits a weight, 28 % of bf16. Sampling gets faster too, since with few answers at a
-time most of it is reading weights. The rounding error is the "quantization noise" that QeRL
-(arXiv 2510.11696) explores with. `base` names the format of a model's frozen linears.
+NVFP4 takes 4.5 bits per weight, 28 % of bf16. Sampling gets faster too, since with few answers at a
+time it mostly reads weights. The rounding error is the "quantization noise" that QeRL
+(arXiv 2510.11696) uses for exploration. `base` names the format of a model's frozen linears.
 
 A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
 
-    packed        uint8  (N, K // 2)     two E2M1 codes a byte along K: even k in the LOW nibble
+    packed        uint8  (N, K // 2)     two E2M1 codes per byte along K: even k in the LOW nibble
     block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 neighbouring weights of a row
     global_scale  fp32   () or (N,)      the tensor scale; (N,) if matrices were fused along N
 
@@ -37,17 +37,17 @@ tries eleven E4M3 numbers around 104. 160 has the least error, with a unit of 0.
 
 So each format tries several scales around the usual one (`offsets`) and keeps the one with the
 least squared error. A smaller scale can win too: it clips the largest weight, but may fit the other
-15 better. With the usual scale alone (offset 0), codes and scales equal those of compressed-tensors
+15 better. With only the usual scale (offset 0), codes and scales equal those of compressed-tensors
 (NVFP4, MXFP4) and bitsandbytes (NF4, whose first code of a byte is in the HIGH nibble).
 
 The tensor scale is a power of two, so learner and sampler use the same W to the last bit: a code
-has 2 significant bits and a block scale 4, so bf16 holds their product exactly, and it makes no
+has 2 significant bits and a block scale 4, so their product is exact in bf16, and it makes no
 difference that the learner rounds W to bf16 while the sampler applies global_scale after the
 product. q, k and v share a tensor scale, and so do gate and up, because inference engines fuse
 them.
 
-Not here: codes that make up for each other's errors (calibrate.py), 4-bit activations, NF4's double
-quantization.
+Not here: codes that compensate for each other's errors (calibrate.py), 4-bit activations, NF4's
+double quantization.
 """
 import math
 from collections.abc import Callable, Iterable
@@ -99,7 +99,7 @@ def global_scale_for(*weights: Tensor) -> Tensor:
     extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
     amax = torch.stack(extremes).abs().max().item()
     if not math.isfinite(amax):
-        raise UserError(f"a weight matrix holds {amax}: no tensor scale fits")
+        raise UserError(f"a weight matrix contains {amax}, so it has no tensor scale")
     # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1), so 2^exponent is the next power of
     # two, unless the number is one itself (mantissa .5). Below 2^-126 a GPU may flush to 0.
     mantissa, exponent = math.frexp(amax / (6 * 448))
@@ -142,7 +142,7 @@ def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
 
 
 def e4m3_value(code: Tensor) -> Tensor:
-    """The numbers, fp32, that E4M3 codes stand for, clamped to [1, 126]: above 0 and not NaN."""
+    """The values of E4M3 codes, fp32. Codes are clamped to [1, 126]: above 0 and not NaN."""
     return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
 
 
@@ -154,7 +154,7 @@ def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
 
 
 # -----------------------------------------------------------------------------
-# What all 4-bit formats share
+# Common to all 4-bit formats
 
 def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Callable,
            levels: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Cal
         for scale in tried:
             values = levels[nearest_codes(blocks / scale[..., None]).int()] * scale[..., None]
             errors.append(((values - blocks).square() * importance).sum(-1))
-        best = torch.stack(errors).argmin(0, keepdim=True)       # of equal ones the first
+        best = torch.stack(errors).argmin(0, keepdim=True)       # the first among equals
         scale = torch.stack(tried).gather(0, best)[0]
         packed.append(pack_pairs(nearest_codes(blocks / scale[..., None]).flatten(1)))
         scales.append(scale)
@@ -190,7 +190,7 @@ def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Cal
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
-    """Two codes a byte, even k in the low nibble: (N, K) uint8 -> (N, K // 2) uint8."""
+    """Two codes per byte, even k in the low nibble: (N, K) uint8 -> (N, K // 2) uint8."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
@@ -221,7 +221,7 @@ def dequantize_codes(packed: Tensor, scale: Tensor, levels: Tensor, dtype: torch
 
 
 def edges_below(x: Tensor, edges: Tensor) -> Tensor:
-    """How many edges lie below each x, uint8."""
+    """The number of edges below each x, uint8."""
     # On a CPU this takes half of torch.bucketize's time.
     return sum((x > edge).to(torch.uint8) for edge in edges.tolist())
 
@@ -236,7 +236,7 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 def quantize_mxfp4(w: Tensor, offsets: Iterable[int] = (0, -1, 1)) -> tuple[Tensor, Tensor]:
     """To MXFP4: (N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32), where byte b
-    stands for 2^(b - 127).
+    means 2^(b - 127).
 
     The usual scale puts the block's largest |w| into [3.5, 7) units, as compressed-tensors does;
     the OCP specification has [4, 8). Both saturate above 6. offsets: which bytes to try, counted
@@ -332,7 +332,7 @@ class Weight:
         return self.dense if out is None else out.copy_(self.dense)
 
     def expands(self, rows: int) -> bool:
-        """Whether a decode step of `rows` rows dequantizes all of W first: a Weight in codes always
+        """Whether a decode step of `rows` rows first dequantizes all of W. A Weight in codes always
         does, a PackedWeight only with many rows.
         """
         return self.tensors[0].dtype != self.dtype

@@ -1,18 +1,18 @@
 """
-The decorator by which plain torch hands over to the GPU kernels, matrix products that keep their
-fp32 sums, and two operations whose backward pass is written by hand, because autograd's would keep
-or move gigabytes more:
+The decorator that dispatches from plain torch to GPU kernels, matrix products with fp32 sums, and
+two operations with a hand-written backward pass, because autograd's would keep or move gigabytes
+more:
 
     mlp              down(silu(gate) * up), with 16-bit gradients between its matmuls
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor of all logits
 
 Attention's backward pass is in attention.py, a linear's in lora.py.
 
-Twins. A function marked @twin_in_kernels is complete in plain torch: that is what to read, and what
-runs on a CPU. If its tensors are on a GPU, the function of the same name in fast/kernels.py runs
-instead, which moves each number through memory once or twice and not once for every operation. Most
-are Triton kernels, attention is torch's FlashAttention. `import fast` registers them; a program
-does that once it has chosen a GPU, so a machine without Triton never opens fast/.
+Twins. A function marked @twin_in_kernels is complete in plain torch: read that; it runs on a CPU.
+If its tensors are on a GPU, the function of the same name in fast/kernels.py runs instead, which
+moves each number through memory once or twice instead of once per operation. Most are Triton
+kernels; attention is torch's FlashAttention. `import fast` registers them. A program does that once
+it has chosen a GPU, so a machine without Triton never opens fast/.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
 product; c rows of a chunk.
@@ -28,8 +28,8 @@ ON_GPU: dict[str, Callable] = {}                 # name -> function; fast/__init
 
 
 def on_gpu(name: str) -> Callable:
-    """What fast/ has for a GPU under this name. RuntimeError before `import fast`: tensors on a GPU
-    never take the plain path in silence.
+    """What fast/ registered for a GPU under this name. RuntimeError before `import fast`: tensors
+    on a GPU never silently take the plain path.
     """
     if name not in ON_GPU:
         raise RuntimeError(f"{name} has nothing registered for a GPU: `import fast` comes first")
@@ -40,7 +40,7 @@ def twin_in_kernels(reference: Callable) -> Callable:
     """A decorator: on a GPU the function's twin in fast/kernels.py runs in its place.
 
     The first tensor among the positional arguments decides, so at least one must be passed by
-    position. The plain function stays at hand as `.reference`; tests compare the twin with it.
+    position. The plain function is kept as `.reference`; tests compare the twin with it.
     """
     @functools.wraps(reference)
     def either(*arguments, **options):
@@ -53,10 +53,10 @@ def twin_in_kernels(reference: Callable) -> Callable:
 
 @twin_in_kernels
 def elementwise(function: Callable, x: Tensor, *rest: object) -> Tensor | tuple[Tensor, ...]:
-    """function(x, *rest), for a function that treats every element, or every row, by itself.
+    """function(x, *rest), for a function that treats each element, or each row, independently.
 
-    On a GPU, while gradients are enabled, torch.compile makes one kernel of it for the forward pass
-    and one for the backward pass.
+    On a GPU, while gradients are enabled, torch.compile turns it into one kernel for the forward
+    pass and one for the backward pass.
     """
     return function(x, *rest)
 
@@ -64,9 +64,9 @@ def elementwise(function: Callable, x: Tensor, *rest: object) -> Tensor | tuple[
 def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a (M, K) @ b (K, N) of equal dtype -> (M, N) fp32, written into `out` if that is given.
 
-    A GPU sums the products of 16-bit inputs in fp32 anyway, and here it does not round the sums to
-    16 bits afterwards. Sampler and learner sum in different orders, and that rounding would turn
-    their last-bit differences into differences of a whole 16-bit step (see the top of model.py).
+    A GPU sums products of 16-bit inputs in fp32 anyway; here it does not round the sums to 16 bits
+    afterwards. Sampler and learner sum in different orders, and that rounding would turn last-bit
+    differences into differences of a full 16-bit step (see the top of model.py).
     """
     assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # a GPU refuses it, a CPU would not
     if not a.is_cuda or a.dtype == torch.float32:
@@ -84,7 +84,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
-    """total (M, N) fp32 += scale * a (M, K) @ b (K, N), in place, by mm_fp32's sums."""
+    """total (M, N) fp32 += scale * a (M, K) @ b (K, N), in place, summed as in mm_fp32."""
     if not a.is_cuda or a.dtype == torch.float32:
         total += scale * mm_fp32(a, b)
     else:
@@ -99,8 +99,8 @@ def swiglu(y: Tensor, rstd: Tensor, h: Tensor, keep: bool = True) -> Tensor | No
     """Write silu(gate) * up into h (T, F), whose rows may have any stride; gate|up = y * rstd.
 
     y (T, 2F) fp32 is gate_up's result, rstd (T, 1) fp32 the norm's 1/rms. Returns y rounded to h's
-    dtype, which is what swiglu_backward takes. keep: whether there will be a backward pass; if not,
-    the result is not to be used, and the GPU's twin returns None.
+    dtype, for swiglu_backward. keep: whether there will be a backward pass; if not, do not use the
+    result: the GPU's twin returns None.
     """
     gate, up = (y * rstd).chunk(2, dim=-1)
     h.copy_(F.silu(gate) * up)
@@ -111,7 +111,7 @@ def swiglu(y: Tensor, rstd: Tensor, h: Tensor, keep: bool = True) -> Tensor | No
 def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
     """Write dL/dy into dy (T, 2F), whose rows may have any stride; -> dL/drstd (T, 1) fp32.
 
-    y (T, 2F) as swiglu returned it, rstd (T, 1) as there, dh (T, F) = dL/dh. With z = y * rstd, the
+    y (T, 2F) as swiglu returned it, the same rstd (T, 1), dh (T, F) = dL/dh. With z = y * rstd, the
     gate|up of swiglu, dL/dy = dL/dz * rstd and dL/drstd = sum of dL/dz * y over the row. With
     s = sigmoid(gate), d silu(gate) / d gate = s + gate * s * (1 - s).
     """
@@ -124,8 +124,8 @@ def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """Both linears and what lies between them as one step of autograd. Wide inputs, with x @ A.T to
-    the right of x, are explained in lora.py.
+    """Both linears and everything between them as one autograd function. Wide inputs, with x @ A.T
+    to the right of x, are explained in lora.py.
 
         x_wide   [x | x @ A.T]   in 16 bits on a GPU; A is gate_up's
           |  gate_up.product
@@ -135,10 +135,10 @@ class _Mlp(torch.autograd.Function):
           |  down.product
         result   (T, D)          fp32
 
-    As three steps it would move more bytes, in three places:
-    - Autograd wants the gradient of an fp32 tensor in fp32. Inside one step dL/dh and dL/dy are
+    Three functions would move more bytes, in three places:
+    - Autograd wants the gradient of an fp32 tensor in fp32. Inside one function dL/dh and dL/dy are
       16-bit, and dL/dy is written straight to where gate_up's backward pass multiplies it.
-    - swiglu writes h to its place in h_wide. From a step of its own it would be copied there.
+    - swiglu writes h to its place in h_wide. As a separate function it would have to be copied.
     - Only y rounded to 16 bits has to live until the backward pass: half the bytes of fp32.
     """
 
@@ -177,7 +177,7 @@ def mlp(gate_up: torch.nn.Module, down: torch.nn.Module, x: Tensor, rstd: Tensor
 @twin_in_kernels
 def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
                dtype: torch.dtype | None = None) -> tuple:
-    """What the loss needs of the softmax of logits = products[:, :live] * scale, row by row.
+    """What the loss needs from the softmax of logits = products[:, :live] * scale, row by row.
 
     products (c, V) fp32, which may be overwritten; scale (c, 1) fp32; targets (c,) int64, below
     `live`. Returns two things:
@@ -197,20 +197,20 @@ def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
     return sums, F.pad(dlogits, (0, products.shape[1] - live)).to(dtype)
 
 
-# Rows whose logits exist at a time: 0.3 GB in fp32 at a vocabulary of 152k.
+# Rows whose logits exist at a time: 0.3 GB in fp32 with a vocabulary of 152k.
 LOGIT_ROWS = 512
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """Log-probs in chunks of rows. Their gradient is computed in the forward pass already.
 
-    The log-prob of row t depends on row t of x alone, so its gradient is one row too:
+    The log-prob of row t depends only on row t of x, so its gradient is one row too:
 
         dL/dx[t] = dL/dlogprob[t] * ((onehot(target) - softmax) @ head * scale)[t]
 
-    The forward pass computes the right factor while it has the chunk's logits, keeps it in fp32 and
-    drops the logits; the backward pass multiplies by dL/dlogprob. Keeping the logits of 8,192
-    tokens would take 5 GB at a vocabulary of 152k.
+    The forward pass computes the second factor while it has the chunk's logits, keeps it in fp32
+    and drops the logits; the backward pass multiplies by dL/dlogprob. Keeping the logits of 8,192
+    tokens would take 5 GB with a vocabulary of 152k.
     """
     @staticmethod
     def forward(ctx, x, scale, head, targets, live):
@@ -247,17 +247,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
                    live: int) -> tuple[Tensor, Tensor]:
-    """The log-prob of each target, and the entropy of the softmax that it is read from.
+    """The log-prob of each target, and the entropy of its softmax.
 
     logits = x @ head[:live].T * scale; -> log softmax(logits) at `targets`, which is differentiable
     in x and scale, and the entropy, which is not: (T,) fp32 each, in nats.
 
-    T is the number of targets here: Qwen.token_logprobs, which takes whole rows, has picked out of
-    their packed tokens the places that predict a target.
+    T is the number of targets here: Qwen.token_logprobs, which takes full rows, has selected the
+    places in the packed tokens that predict a target.
 
     x (T, D) and head (V, D) in the model's dtype, scale (T, 1) = 1/(rms * temperature) fp32,
-    targets (T,) int64. `head` gets no gradient. live: how many rows of `head` stand for a token;
-    those after them are padding. All V are multiplied, and the padding is left out afterwards:
-    Qwen2.5's live is 151,665, an odd number, and cuBLAS has no aligned kernel for an odd width.
+    targets (T,) int64. `head` gets no gradient. live: how many rows of `head` are tokens; the rest
+    is padding. All V rows are multiplied and the padding is dropped afterwards: Qwen2.5's live is
+    151,665, an odd number, and cuBLAS has no aligned kernel for an odd width.
     """
     return _TokenLogprobs.apply(x, scale, head, targets, live)

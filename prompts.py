@@ -4,8 +4,8 @@ Prompts: a model's tokenizer and chat template, and the problems of a run with t
     tokenizer = Tokenizer(folder)
     problems = encode_prompts(tokenizer, load_problems("gsm8k", "train"), "boxed", max_tokens=512)
 
-Complete problems that a run cannot use are left out and counted: the grader cannot read the answer,
-or the prompt is too long.
+Problems that a run cannot use are left out and counted: those whose answer the grader cannot read,
+and those whose prompt is too long.
 """
 import hashlib
 import json
@@ -32,10 +32,10 @@ Turn = tuple[str, str]                           # role and text
 # The chat template
 
 class ChatTemplate:
-    """The chat template of a model's folder: a program in Jinja that writes a conversation as text.
+    """The chat template of a model's folder: a Jinja program that writes a conversation as text.
 
-    It runs in the sandbox that transformers uses, and gets only the conversation: no tools, no
-    documents, no date, no files. path: the file that it is in.
+    It runs in the sandbox that transformers uses and gets only the conversation: no tools, no
+    documents, no date, no files. path: the file with the template.
     """
 
     def __init__(self, folder: Path):
@@ -58,21 +58,21 @@ class ChatTemplate:
     def render(self, turns: list[Turn], thinking: str) -> str:
         """The text of a conversation, up to where the model's answer begins.
 
-        UserError if the template fails, leaves out or changes what a system or a user says, or is
-        not of Qwen's chat format. It may shorten earlier answers: Qwen3's cuts off their thinking.
+        UserError if the template fails, drops or changes a system's or a user's text, or is not in
+        Qwen's chat format. It may shorten earlier answers: Qwen3's removes their thinking.
         """
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
             written = self.program.render(messages=messages, tools=None, documents=None,
                                           add_generation_prompt=True,
                                           enable_thinking=thinking == "on")
-        except Exception as error:               # a program of somebody else's may raise any
+        except Exception as error:               # somebody else's program may raise anything
             raise self.error(f"fails: {first_line(error)}") from None
         if "<|im_start|>" not in written.rpartition("<|im_end|>")[2]:
-            raise self.error("begins no answer with <|im_start|>, as Qwen's chat format does")
+            raise self.error("does not start the answer with <|im_start|>, as Qwen's format does")
         for role, text in turns:
             if role != "assistant" and text.strip() not in written:
-                raise self.error(f"leaves out or changes what the {role} says: {short_repr(text)}")
+                raise self.error(f"drops or changes what the {role} says: {short_repr(text)}")
         return written
 
 
@@ -95,8 +95,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Undefined(jinja2.Undefined):
-    """A name that is not there. It is false, so that a template can ask for it, but it cannot be
-    printed: as "" it would silently make another prompt of a template that writes, say, the date.
+    """An undefined name. It is false, so that a template can test for it, but it cannot be printed:
+    as "" it would silently change the prompt of a template that writes, say, the date.
     """
     __str__ = jinja2.Undefined._fail_with_undefined_error
 
@@ -109,10 +109,10 @@ class Tokenizer:
 
     thinking: "on" or "off", as --thinking; UserError for what the chat template rules out.
 
-    end_ids: the tokens that end a completion. vocab_size: how many ids mean something; a model's
-    embedding may have more rows. thinks: whether the model can think before it answers. opened:
-    "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this text,
-    so code that looks for the answer in a completion puts `opened` in front of it.
+    end_ids: the tokens that end a completion. vocab_size: the number of ids that are tokens; a
+    model's embedding may have more rows. thinks: whether the model can think before it answers.
+    opened: "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this
+    text, so code that looks for the answer in a completion prepends `opened`.
     """
 
     def __init__(self, folder: str | Path, thinking: str = "off"):
@@ -121,10 +121,10 @@ class Tokenizer:
         text = read_text(path)
         try:
             self.file = TokenizerFile.from_str(text)
-        except Exception as error:               # the library has no class of its own for these
+        except Exception as error:               # the library has no error class for these
             raise UserError(f"{path}: not a valid tokenizer file ({first_line(error)})") from None
         self.file.encode_special_tokens = True   # "<|im_end|>" in a text stays text: see turns()
-        self.file.no_truncation()                # the file keeps what its last user had set
+        self.file.no_truncation()                # the file may contain its last user's setting
         self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
         # If the file's id of an added token leaves a gap, the library silently gives the token the
@@ -133,7 +133,7 @@ class Tokenizer:
         for token in added:
             if vocab[token["content"]] != token["id"]:
                 raise UserError(f"{path}: added_tokens: the id of {token['content']} is "
-                                f"{token['id']}, no id after those of the vocabulary")
+                                f"{token['id']}, which does not follow those of the vocabulary")
         self.control = {token["content"]: token["id"] for token in added if token["special"]}
         if not {"<|im_start|>", "<|im_end|>"} <= self.control.keys():
             raise UserError(f"{path}: lacks <|im_start|> or <|im_end|> as special tokens, which "
@@ -141,9 +141,9 @@ class Tokenizer:
         self.control_token = re.compile(f"({'|'.join(map(re.escape, self.control))})")
         self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
         self.stop = vocab["<|im_end|>"]
-        # Both, as in every Qwen2.5's and Qwen3's generation_config.json. The temperature, top_p and
-        # top_k in that file are for chatting with the model. They are never read: training samples
-        # from the model's own distribution.
+        # Both, as in the generation_config.json of every Qwen2.5 and Qwen3. That file's
+        # temperature, top_p and top_k are for chatting and never read: training samples from the
+        # model's own distribution.
         self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
         self.template = ChatTemplate(self.folder)
         self.set_thinking(thinking)
@@ -163,8 +163,8 @@ class Tokenizer:
             del asked["off" if opened["on"] else "on"]
         if thinking not in asked:
             why = "always thinks" if thinking == "off" else "has no thinking"
-            raise UserError(f"--thinking {thinking}: by the chat_template in {self.template.path} "
-                            f"the model {why}: take --thinking {next(iter(asked))}")
+            raise UserError(f"--thinking {thinking}: the chat_template in {self.template.path} "
+                            f"says that the model {why}: use --thinking {next(iter(asked))}")
         self.thinking = thinking
         self.thinks = "on" in asked
         self.opened = opened[thinking]
@@ -174,8 +174,8 @@ class Tokenizer:
         return self.file.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of a completion without its end token. Any other control token stays visible,
-        so that a reader and the grader see what the model really wrote.
+        """The text of a completion without its end token. Other control tokens stay visible, so
+        that a reader and the grader see what the model really wrote.
         """
         if ids and ids[-1] in self.end_ids:
             ids = ids[:-1]
@@ -190,12 +190,12 @@ class Tokenizer:
 
             <|im_start|>  system \\n You are Qwen, ...   <|im_end|>  \\n
             <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
-            <|im_start|>  assistant \\n                  the model goes on from here
+            <|im_start|>  assistant \\n                  the model continues from here
 
-        The control tokens come only from the template. Where a text spells one, it goes into the
-        template with a mark in it, "<" + mark + "|im_end|>", and is encoded as plain text without
-        the mark: no question speaks for the model. Otherwise the ids are those of the whole text,
-        since a tokenizer cuts its text at control tokens before anything else.
+        Control tokens come only from the template. If a text spells one, the template gets it with
+        a mark inside, "<" + mark + "|im_end|>", and it is encoded as plain text without the mark:
+        so no question can speak for the model. Otherwise the ids are those of the text in one
+        piece, since a tokenizer splits its text at control tokens before anything else.
         """
         known = "".join(map("".join, turns))
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in known)
@@ -217,7 +217,7 @@ class Tokenizer:
 # -----------------------------------------------------------------------------
 # Prompts
 
-# --prompt-style -> what follows the question, and the system message (None: the model's own).
+# --prompt-style -> the text after the question, and the system message (None: the model's own).
 STYLES = {
     # Qwen2.5's own request for maths (model cards of Qwen2.5-Math)
     "boxed": ("\nPlease reason step by step, and put your final answer within \\boxed{}.", None),
@@ -230,11 +230,11 @@ STYLES = {
 
 
 def prompt_function(style: str) -> Callable[[Problem], list[Turn]]:
-    """--prompt-style -> the function that makes a problem's conversation. UserError if none has
-    that name.
+    """--prompt-style -> the function that makes a problem's conversation. UserError if there is
+    none of that name.
 
-    "module:function" is the user's. It is given a problem's fields, and returns the user's turn as
-    text, or a whole conversation as a list of {"role", "content"} that ends with the user's.
+    "module:function" is the user's. It gets a problem's fields and returns the user's turn as text,
+    or a conversation as a list of {"role", "content"} that ends with the user's.
     """
     if style in STYLES:
         request, style_system = STYLES[style]
@@ -278,27 +278,27 @@ def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
 
 
 def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> list[Problem]:
-    """The problems of a source that a run can use, with prompts; says how many are left out.
+    """The problems of a source that a run can use, with prompts; prints how many are left out.
 
     settings has --prompt-style, --max-prompt-tokens and --reward under these names (config.Data).
-    With a --reward a problem needs no gold answer. UserError if fewer than two problems are left.
+    With a --reward a problem needs no gold answer. UserError if too few problems are left.
     """
     loaded = load_problems(source, split, not settings.reward)
     readable = [p for p in loaded if settings.reward or can_read(p.answer)]
     unreadable = len(loaded) - len(readable)
     if unreadable:
         example = next(p.answer for p in loaded if not can_read(p.answer))
-        say(f"{source}: {counted(unreadable, 'problem')} left out, the grader cannot read the "
-            f"answer, such as {example[:60]!r}")
+        say(f"{source}: {counted(unreadable, 'problem')} left out, whose answers the grader cannot "
+            f"read, such as {example[:60]!r}")
     most = settings.max_prompt_tokens
     problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)
     if long:
-        say(f"{source}: {counted(long, 'prompt')} of more than --max-prompt-tokens {most} left out")
+        say(f"{source}: {counted(long, 'prompt')} left out, longer than --max-prompt-tokens {most}")
     least = 2 if split == "train" else 1         # one to learn from, and one that is held out
     if len(problems) < least:
-        raise UserError(f"{source}: {counted(len(problems), 'problem')} can be used, a run needs "
-                        f"at least {least}")
+        raise UserError(f"{source}: {counted(len(problems), 'usable problem')}, a run needs at "
+                        f"least {least}")
     return problems
 
 
@@ -316,20 +316,20 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
         held_out = usable_problems(settings, tokenizer, source, "test")[:most]
     else:
         held = max(1, min(most or 256, len(problems) // 10))
-        say(f"{source}: holds out its last {counted(held, 'problem')} of {len(problems):,}; "
-            "--eval-data takes another file")
+        say(f"{source}: the last {held:,} of {counted(len(problems), 'problem')} are held out; "
+            "--eval-data chooses others")
         held_out = problems[-held:]
         problems = problems[:-held]
     trained = {tuple(problem.prompt) for problem in problems}
     known = sum(tuple(problem.prompt) in trained for problem in held_out)
     if known:
-        say(f"{source}: holds out problems that are also trained on, {known} of {len(held_out)}: "
-            "the held-out accuracy counts them")
+        say(f"{source}: {known:,} of {len(held_out):,} held-out problems are also trained on, and "
+            "count in the held-out accuracy")
     return problems, held_out
 
 
 def digest_of(problems: list[Problem], reward: str | None = None) -> str:
-    """SHA-256 of what a run is trained and evaluated on, which stays in its run.json.
+    """SHA-256 of what a run is trained and evaluated on, for its run.json.
 
     With a --reward every field of a row counts, since the user's function may read it.
     """

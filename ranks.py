@@ -1,14 +1,14 @@
 """
 How several processes train one adapter.
 
-torchrun starts WORLD processes of the same script, each with the whole model and a GPU of its own.
-RANK is the number of this one; without torchrun it is 0 of 1.
+torchrun starts WORLD processes of the same script, each with a full copy of the model and its own
+GPU. RANK is the number of this one; without torchrun it is 0 of 1.
 
     problems = share(problems)         each rank takes its share of the list
     rows = gather(rows)                each rank gets everybody's rows, in the order of the ranks
     all_sum(gradient)                  each rank gets the sum of all gradients, with the same bits
 
-With one process these three change nothing. Rank 0 alone prints and writes files.
+With one process all three are no-ops. Only rank 0 prints and writes files.
 
 Lists travel over gloo, which uses sockets, and gradients on GPUs over NCCL, which uses kernels.
 They differ in what happens when a rank dies:
@@ -16,7 +16,7 @@ They differ in what happens when a rank dies:
     gloo     the dead rank's socket closes, and the others' calls fail at once
     NCCL     a kernel that waits for the dead rank spins until a timeout, and nothing can stop it
 
-So a gather() comes right before every all_sum(): if a rank has died, the gather raises Stopped, the
+So every all_sum() comes right after a gather(): if a rank has died, the gather raises Stopped, the
 others save their work, and nobody enters the all_sum.
 
 Not here: model parallelism, elastic restarts.
@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from files import GO_ON, Stopped, UserError, first_line
+from files import CONTINUE, Stopped, UserError, first_line
 
-# This process's number, how many there are, and its number among those of its machine.
+# This process's number, the number of processes, and this one's number on its machine.
 RANK, WORLD, LOCAL_RANK = (int(os.environ.get(name, default)) for name, default in
                            (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 # Must exceed the longest wait in a run: one rank may sample long answers for half an hour after
@@ -43,16 +43,16 @@ TIMEOUT = timedelta(minutes=30)
 
 
 def say(text: str) -> None:
-    """Prints a line above the progress bar, on rank 0 alone."""
+    """Prints a line above the progress bar, on rank 0 only."""
     if RANK == 0:
         tqdm.write(text)
 
 
 def join_ranks(device: torch.device) -> None:
-    """Connects the ranks. UserError if they cannot meet."""
+    """Connects the ranks. UserError if that fails."""
     def meet():
         if device.type == "cuda":
-            torch.cuda.set_device(device)        # each thread has a current device of its own
+            torch.cuda.set_device(device)        # each thread has its own current device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
 
@@ -60,14 +60,14 @@ def join_ranks(device: torch.device) -> None:
         try:
             interruptible(meet)
         except (ValueError, RuntimeError) as error:
-            raise UserError(f"the {WORLD} ranks cannot meet ({first_line(error)}): start them with "
-                            "torchrun") from None
+            raise UserError(f"the {WORLD} ranks cannot connect ({first_line(error)}): start them "
+                            "with torchrun") from None
 
 
 def interruptible(operation: Callable, *arguments: object) -> None:
-    """Calls a function that may wait in C++ for other ranks; signals are handled meanwhile."""
-    # Python handles signals in the main thread, and not while that is in C++. So another thread
-    # makes the call.
+    """Calls a function that may wait in C++ for other ranks, and handles signals meanwhile."""
+    # Python handles signals only in the main thread, and only while it is not in C++. So another
+    # thread makes the call.
     done = threading.Event()
     failures = []
 
@@ -86,15 +86,14 @@ def interruptible(operation: Callable, *arguments: object) -> None:
 
 
 def share(items: list) -> list:
-    """This rank's consecutive share of a list that all ranks have; shares differ by one at most."""
+    """This rank's consecutive share of a list that all ranks have; sizes differ by at most one."""
     return items[len(items) * RANK // WORLD:len(items) * (RANK + 1) // WORLD]
 
 
 def gather(items: list) -> list:
     """The items of all ranks as one list, in the order of the ranks: undoes share().
 
-    Tensors in them must be on the CPU. Stopped if a rank is lost. gather([]) makes ranks wait for
-    each other.
+    Tensors in them must be on the CPU. Stopped if a rank is lost. gather([]) is a barrier.
     """
     lists = [items]
     if WORLD > 1:
@@ -112,8 +111,8 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     if WORLD > 1:
         with a_lost_rank_ends_the_run():
             work = dist.all_reduce(tensor, async_op=True)
-            # work.wait() would wait in C++. After this loop it only makes this thread's CUDA stream
-            # see the sum.
+            # work.wait() alone would block in C++. After this loop it only makes this thread's CUDA
+            # stream see the sum.
             while not work.is_completed():
                 time.sleep(1e-4)
             work.wait()
@@ -121,7 +120,7 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(tensor: torch.Tensor) -> torch.Tensor:
-    """Gives every rank the tensor of rank 0, on the CPU, in place."""
+    """Copies rank 0's tensor, on the CPU, to every rank, in place."""
     if WORLD > 1:
         with a_lost_rank_ends_the_run():
             interruptible(dist.broadcast, tensor, 0)
@@ -130,8 +129,8 @@ def broadcast(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def a_lost_rank_ends_the_run() -> Iterator[None]:
-    """Within, an error of torch.distributed is a Stopped."""
+    """Within, an error of torch.distributed becomes a Stopped."""
     try:
         yield
     except RuntimeError as error:
-        raise Stopped(f"another rank was lost ({first_line(error)})", GO_ON) from None
+        raise Stopped(f"another rank was lost ({first_line(error)})", CONTINUE) from None

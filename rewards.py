@@ -1,6 +1,6 @@
 r"""
-Rewards from text: finds the answer in a completion, asks tasks/answers.py whether it equals the
-gold answer (the data set's), and scores the format.
+Rewards from text: finds the answer in a completion, checks with tasks/answers.py whether it equals
+the gold answer (the data set's), and scores the format.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
@@ -13,8 +13,8 @@ The answer is taken from the first of these that the text has:
     marker       what follows the last "answer is", "answer:" or "####" in its sentence
     last_number  the last formula or number, if the caller allows it
 
-Only the first turn counts, and of it what follows the last </think>. A hedged number is not an
-answer: "5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
+Only the part of the first turn after its last </think> counts. A hedged number is not an answer:
+"5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
 
 The time is linear in the length of the text, so no time limit is needed. No model judges.
 """
@@ -40,7 +40,7 @@ class Extraction(NamedTuple):
 def extract(text: str, last_number: bool = False) -> Extraction:
     """Finds the answer of a completion by the rules at the top of this file. Never raises.
 
-    last_number: off in training, where a model could learn to leave out the box.
+    last_number: off in training, where a model could learn to omit the box.
     """
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
@@ -57,7 +57,7 @@ def extract(text: str, last_number: bool = False) -> Extraction:
     if marked:
         return Extraction(marked, "marker")
     # A box that is empty or never closes is a failed answer, often copied from the prompt: "Put
-    # your answer in \boxed{}." Then no number of the text counts.
+    # your answer in \boxed{}." Then no number in the text counts.
     if last_number and not re.search(BOX, text) and "<answer>" not in tail:
         value = value_in(tail.strip())
         if value:
@@ -73,7 +73,7 @@ class Grade(NamedTuple):
     correct: int           # 1 if the extracted answer equals the gold and is not copied
     format: int            # 1 if the answer came in the form that the prompt asked for
     rule: str              # how the answer was found, see Extraction
-    answer: str | None     # as it stands in the completion
+    answer: str | None     # as written in the completion
 
 
 def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
@@ -82,7 +82,7 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
 
     style: the form that the prompt asked for, "boxed" or "tags".
     """
-    assert style in ("boxed", "tags"), f"{style!r} is neither 'boxed' nor 'tags'"
+    assert style in ("boxed", "tags"), f"{style!r} is not 'boxed' or 'tags'"
     answer, rule = extract(completion, last_number)
     correct = int(answer is not None and is_equal(answer, gold)
                   and not is_copied(answer, question, gold))
@@ -91,10 +91,10 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
 
 
 def is_copied(answer: str, question: str, gold: str) -> bool:
-    r"""Whether the answer is a formula with an operator that stands in the question, and is not the
+    r"""Whether the answer is a formula with an operator that occurs in the question and is not the
     gold: \boxed{\binom{18}{12}} equals 18564, but nothing has been computed.
 
-    Spelling and the order of terms do not count. A policy can still write X + 0 for a formula X.
+    Spelling and the order of terms do not matter. A policy can still write X + 0 for a formula X.
     """
     formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
     if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
@@ -105,19 +105,19 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
 
 
 def sides(answer: str) -> list[str]:
-    """A clean answer, and its last side alone: the 5 of x = 2 + 3 = 5."""
+    """A clean answer, and only its last side: the 5 of x = 2 + 3 = 5."""
     answer = clean(answer)
     return [answer, answer.partition("≈")[0].rpartition("=")[2]]
 
 
 def symbols(s: str) -> list[str]:
-    r"""Symbols without brackets, + and *: x+\frac12 and 1/2 + x have the same ones."""
+    r"""The symbols except brackets, + and *: x+\frac12 and 1/2 + x have the same ones."""
     return SYMBOL.findall(s.replace(r"\frac", "/"))
 
 
 def format_tags(text: str) -> int:
     """1 if a text has the paper's form, <think>...</think> <answer>...</answer>, with each tag once
-    and nothing around them; else 0.
+    and nothing around it; else 0.
     """
     text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
     if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
@@ -128,13 +128,13 @@ def format_tags(text: str) -> int:
 def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
                rows: "list[sampler.Row]", style: str = "boxed",  # noqa: F821
                plug_in: Callable | None = None) -> list[dict]:
-    """One dict for each row: the problem, the prompt as the model saw it, the completion, the
-    answer found in it, the verdict, and the reward `task`.
+    """One dict per row: the problem, the prompt as the model saw it, the completion, the answer
+    found in it, the verdict, and the reward `task`.
 
-    Rows come in groups of one size, one for each of `problems`. Without a plug-in, `task` is 1 for
-    a correct answer, else 0. With one (a tasks.plugin.Reward) `task` is the sum of the parts
-    that it returns, except for `shaping`, which train.score counts apart. If any part is NaN, so is
-    `task`. A part called `correct` replaces the verdict: 1 is right, all else wrong.
+    Rows come in groups of equal size, one per problem. Without a plug-in, `task` is 1 for a correct
+    answer, else 0. With one (a tasks.plugin.Reward), `task` is the sum of the parts that it returns
+    except `shaping`, which train.score adds separately. If any part is NaN, so is `task`. A part
+    called `correct` replaces the verdict: 1 is right, anything else wrong.
     """
     group_size = len(rows) // max(len(problems), 1)  # a rank may have no problem
     texts = [tokenizer.decode(row.completion) for row in rows]
@@ -169,9 +169,9 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
 
 
 # -----------------------------------------------------------------------------
-# The patterns by which an answer is found
+# The patterns that find an answer
 
-# No answer may hold another opening tag: 10,000 unclosed ones would each be scanned to the end.
+# No answer may contain another opening tag: 10,000 unclosed ones would each be scanned to the end.
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # "answer is", "Answer:", "**Answer**:"; not "answer isn't", and not the noun "answers".
 MARKER = re.compile(
@@ -183,7 +183,7 @@ SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)|I hope it is")
 NUMBER = re.compile(r"""(?<![A-Za-z0-9.^])(?<![A-Za-z0-9)}]_) ( (?:(?<![\w)])-)? (?:\\?\$)?
     (?: [0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)? | \.[0-9]+ )
     (?:/[0-9]+(?![\w/]))? (?:\s?\\?%)? )""", re.VERBOSE)
-# $$...$$, $...$, \(...\), \[...\]; the limits keep 10,000 opening ones from being quadratic.
+# $$...$$, $...$, \(...\), \[...\]; the limits keep 10,000 opening ones from taking quadratic time.
 MATH_SPAN = re.compile(r"""
       \$\$([^$]{1,2000})\$\$
     | (?<!\\)\$((?:\\.|[^$\\\n]){1,2000})\$
@@ -198,7 +198,7 @@ PROSE = re.compile(r"""
     | [^\W\d_A-Za-zª-ϿⅠ-ↈ𝐀-𝟿]{2}""", re.VERBOSE)
 CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])(?=[.:,;)]|\s*$)|([B-H])(?=\s+[a-z]{2})")
 BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
-# What may not stand before a value, or the value is not the answer.
+# A value after one of these is not the answer.
 BEFORE = re.compile(r"""(?:
     (?: \b(?:not|never|cannot|neither|nor|than|without|except|exceeds?|unlike|under|over|below|above
           |almost|nearly|at\ least|at\ most|up\ to|no\ longer|might|maybe|perhaps|possibly
@@ -214,7 +214,7 @@ BEFORE = re.compile(r"""(?:
     | (?: [0-9)}$] | \b[a-z] ) \s* [-−] \s+                               # "8 - 5"
     | [±√] \s* | \\(?:neq?|leq?|geq?|lt|gt|times|cdot|pm|sqrt) \s*
     ) [$(]* $""", re.VERBOSE | re.IGNORECASE)
-# What may not stand after it. The $ or ) that ends a formula comes first.
+# Nor is a value before one of these. The $ or ) that ends a formula comes first.
 AFTER = re.compile(rf"""[$)]* (?:
     \s* (?: or\b | unless\b | (?:and|to|through|but|although|though) \s+          # "5 and a half"
         (?:an?\b|one\b|half\b|[$(]*[0-9])
@@ -229,7 +229,7 @@ AFTER = re.compile(rf"""[$)]* (?:
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
     """, re.VERBOSE | re.IGNORECASE)
 SYMBOL = re.compile(r"\\[A-Za-z]+|[^\s(){}+*,]")
-# What makes a formula more than a value; -5 and 2\pi are values. 60 digits are those of \overline.
+# What makes a formula more than a value; -5 and 2\pi are values. 60 digits come from \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
                       rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
 # "5 apples and 6 pears", but not "18 eggs because 9 and 9 is 18".
@@ -253,17 +253,17 @@ def last_marker(text: str) -> str | None:
 
 
 def has_prose(text: str) -> bool:
-    """Does a text have words of a language besides formulas?"""
+    """Whether a text contains words besides formulas."""
     return PROSE.search(LATEX.sub("", text)) is not None
 
 
 def inside(match: re.Match) -> str:
-    """The group that took part in the match."""
+    """The group that matched."""
     return next(filter(None, match.groups())).strip()
 
 
 def stands_alone(found: re.Match) -> bool:
-    """Is a value in a text the value that is meant, and not one that words around it change?"""
+    """Whether a value in a text is meant as it is: the words around it do not change it."""
     before = found.string[max(0, found.start() - 60):found.start()].rpartition("\n")[2]
     after = found.string[found.end():found.end() + 60].partition("\n")[0]
     return not BEFORE.search(before) and not AFTER.match(after)
@@ -273,8 +273,8 @@ def value_in(text: str, marked: bool = False) -> str | None:
     """The value in a text: all of it if it has no prose, else its last formula or number.
 
     A `marked` text is the line after "answer is". There a leading number or choice letter counts,
-    and what cannot be taken apart is the answer as a whole: "not 5" equals no gold. Elsewhere a
-    value that does not stand alone is no answer.
+    and a text that cannot be split is the answer as it is: "not 5" equals no gold. Elsewhere a
+    value that is not on its own is not an answer.
     """
     whole = MATH_SPAN.fullmatch(text)
     if whole:
@@ -285,12 +285,12 @@ def value_in(text: str, marked: bool = False) -> str | None:
     if marked and choice:
         is_one = not re.match(r"\)?,?\s*(?:or\b|and\b|\(?[A-H]\b)", text[choice.end():])
         return inside(choice) if is_one and stands_alone(choice) else text
-    # In "$5 and $10" the dollars are money: what stands between them is prose.
+    # In "$5 and $10" the dollars are money: the text between them is prose.
     spans = [span for span in MATH_SPAN.finditer(text) if not has_prose(span.group())]
     numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
     found = [None, *spans, *numbers][-1]
     if marked and spans and not BARE_NAME.fullmatch(inside(spans[-1])):
-        # "$5$, not $6$"; but "the largest $n$ is 34" goes on to the number.
+        # "$5$, not $6$"; but "the largest $n$ is 34" continues to the number.
         found = next(filter(stands_alone, spans[:-10:-1]), spans[-1])
     elif marked and numbers and numbers[0].start() == 0:
         found = numbers[0]  # "18 eggs because 16 + 2 = 18"

@@ -7,7 +7,7 @@ each token was drawn (adapter, noise, temperature, top_k and top_p included).
 
 What Sampler.generate does, where a row is one answer:
 
-    all answers wait in a queue, those to one prompt side by side
+    all answers wait in a queue, those to one prompt next to each other
     while any are waiting or running:
         while there are rows and memory: start the next one; the first of a group computes the keys
             and values of its prompt (prefill), and the others share them
@@ -30,28 +30,28 @@ With a prompt of 41 tokens, so a prefix of 40, and G = 3:
               for the group; the gap is            in slot 64 + t - 40
               never read
 
-A row's own tokens begin a new kv_block, so shared kv_blocks are never written to or copied.
+A row's own tokens start a new kv_block, so shared kv_blocks are never written to or copied.
 
 - Prefill computes the keys and values of prefixes. A prompt's last token is the first input of each
-  row's decode steps, so every sampled token comes from a decode step. On a GPU a short prefill
-  takes the next waiting prefixes along, while there are kv_blocks to spare.
+  row's decode steps, so every sampled token comes from a decode step. On a GPU a short prefill also
+  takes the next waiting prefixes, if enough kv_blocks are free.
 - A decode step computes one new token for each running row. Rows that have ended leave the batch
   and waiting sequences take their places (continuous batching), so steps get cheaper when few rows
   are left.
-- The CPU reads the drawn tokens once in a *window* of decode steps: 8 on a GPU, which must wait
-  for each read, and 1 on a CPU. A row that ends inside a window stays in the batch until the
-  window is over. A GPU's batch also has spare rows, since only some numbers of rows have a CUDA
-  graph. Rollouts.idle counts both.
-- A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it gives
-  its kv_blocks back and waits; later its prompt and what it has written are prefilled again. The
-  oldest row always continues, so every request ends.
+- The CPU reads the drawn tokens once per *window* of decode steps: 8 on a GPU, which must wait for
+  each read, and 1 on a CPU. A row that ends inside a window stays in the batch until the window is
+  over. A GPU's batch also has spare rows, since only some numbers of rows have a CUDA graph.
+  Rollouts.idle counts both.
+- A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it returns
+  its kv_blocks and waits, and later its prompt and its tokens so far are prefilled again. The
+  oldest row is never preempted, so every request finishes.
 - Randomness is a hash. The token after position t of sample g of the prompt at place p of the run
-  is drawn with the random number u(seed, p, g, t), whatever the batch, the window, preemption or
-  the number of GPUs. These change a token only through rounding.
+  is drawn with the random number u(seed, p, g, t), independent of batch, window, preemption and
+  number of GPUs, which can change a token only through rounding.
 
-Not here: beam search, penalties, stop strings, sharing prefixes between different prompts.
+Not here: beam search, penalties, stop strings, prefixes shared by different prompts.
 
-Shapes: P prompts, G samples a prompt, n running rows, T tokens, V vocabulary, L layers, H query
+Shapes: P prompts, G samples per prompt, n running rows, T tokens, V vocabulary, L layers, H query
 heads, KV key-value heads, d head size. Positions count from 0, the prompt's first token.
 """
 import functools
@@ -79,12 +79,12 @@ MASK64 = 2**64 - 1                               # Python's integers do not over
 
 
 class Sampling(NamedTuple):
-    """How to draw. temperature 0 takes the most likely token, with its log-prob at temperature 1.
+    """How to draw. temperature 0 is greedy, with log-probs at temperature 1.
 
-    Log-probs are those of the distribution that was drawn from, so with top_k or top_p they exceed
-    the learner's, which filters nothing: these two are for evaluation.
+    Log-probs are those of the distribution that was drawn from. With top_k or top_p they exceed the
+    learner's, which filters nothing, so these two are for evaluation.
     """
-    max_new_tokens: int | list[int]              # a list has one for each of the P * G sequences
+    max_new_tokens: int | list[int]              # a list: one for each of the P * G sequences
     end_ids: tuple[int, ...] = ()
     temperature: float = 1.0
     top_k: int = 0                               # only the top_k most likely tokens; 0: all
@@ -94,16 +94,16 @@ class Sampling(NamedTuple):
 
 @dataclass
 class Row:
-    """One answer: how it was sampled and, once it is graded, what it is worth."""
-    prompt: list[int]                            # token ids; one object for a whole group
+    """One answer: how it was sampled and, once graded, what it is worth."""
+    prompt: list[int]                            # token ids; one object per group
     completion: list[int]                        # token ids, the end id included
     logprobs: Tensor                             # (completion tokens,) fp32, on the CPU
     finished: bool                               # stopped by an end id, not by the limit
     # Which tokens of the completion were sampled, (completion tokens,) bool; None: all. A tool or a
-    # user wrote the others: the learner reads them, but neither trains on them nor uses their
+    # user wrote the others: the learner reads them, but does not train on them or use their
     # log-probs.
     mask: Tensor | None = None
-    graded: dict = field(default_factory=dict)   # what samples.jsonl holds of it (train.score)
+    graded: dict = field(default_factory=dict)   # its line in samples.jsonl (train.score)
 
     def __post_init__(self):
         if self.mask is None:
@@ -116,7 +116,7 @@ class Rollouts:
     rows: list[Row]
     seconds: float = 0.0                         # that generate() took
     computed: int = 0                            # rows that were computed, over all decode steps
-    preempted: int = 0                           # times that a row had to give its kv_blocks back
+    preempted: int = 0                           # how often a row had to return its kv_blocks
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -137,11 +137,11 @@ class Rollouts:
 
     @property
     def idle(self) -> float:
-        """The share of the computed rows that gave no token: ended rows and spare rows."""
+        """The share of computed rows that yielded no token: ended rows and spare rows."""
         return 1 - self.num_tokens / self.computed if self.computed else 0.0
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
-        """The rows of two ranks that sampled at the same time: so `seconds` is the longer one."""
+        """The rows of two ranks. They sampled at the same time, so `seconds` is the longer one."""
         return Rollouts(self.rows + other.rows, max(self.seconds, other.seconds),
                         self.computed + other.computed, self.preempted + other.preempted)
 
@@ -150,13 +150,13 @@ class Rollouts:
 # The sampler: which rows run, and where their keys and values are
 
 class Sampler:
-    """Samples answers, with a KV cache of its own.
+    """Samples answers, with its own KV cache.
 
-    max_length: tokens of the longest sequence (prompt and completion). max_rows: sequences decoded
-    at a time, at most. The KV cache is as large as max_rows sequences of full length need, up to
-    kv_gib GiB, by default half of a GPU's free memory or of the machine's. engine: a class like
-    TorchEngine; None: engine_for(the model's device). UserError if the cache cannot hold one
-    sequence.
+    max_length: tokens of the longest sequence (prompt and completion). max_rows: most sequences
+    decoded at a time. The KV cache is as large as max_rows sequences of full length need, up to
+    kv_gib GiB, by default half of a GPU's free memory or of the machine's memory. engine: a class
+    like TorchEngine; None: engine_for(the model's device). UserError if the cache is too small for
+    one sequence.
     """
 
     def __init__(self, model: Qwen, max_length: int, max_rows: int = 256,
@@ -164,7 +164,7 @@ class Sampler:
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = (engine or engine_for(model.device))(model, kv, max_rows)
         self.pool = BlockPool(kv.shape[2])
-        self.ahead = []                          # prefixes that were prefilled before any row came
+        self.ahead = []                          # prefixes prefilled before any row needed them
         self.max_length = max_length
         self.max_rows = max_rows
 
@@ -174,14 +174,14 @@ class Sampler:
                  progress: Callable | None = None) -> Rollouts:
         """P prompts, lists of token ids -> Rollouts of P * group_size answers.
 
-        places: P ints, where each prompt stands in the order of the run, by default 0, 1, 2, ...
-        With the seed they decide the random numbers, so a prompt at another place gets other
-        answers. progress(made, sequences) is called after each window with the number of new tokens
-        and the Sequences that got them. files.Stopped if a log-prob is not finite.
+        places: P ints, each prompt's place in the order of the run, by default 0, 1, 2, ... With
+        the seed they determine the random numbers, so a prompt at another place gets other answers.
+        progress(made, sequences) is called after each window with the number of new tokens and the
+        Sequences that got them. files.Stopped if a log-prob is not finite.
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, places)
-        # A new pool, since a call that ended in an exception has not given its kv_blocks back.
+        # A new pool, since a call that ended in an exception did not return its kv_blocks.
         self.pool = BlockPool(self.engine.kv.shape[2])
         self.ahead = []
         waiting = deque(sequences)
@@ -202,7 +202,7 @@ class Sampler:
         return Rollouts(rows, time.perf_counter() - began, computed, preempted)
 
     def _sequences(self, prompts, group_size, sampling, places):
-        """One Sequence for every answer; the Sequences of a group share one Prefix."""
+        """One Sequence per answer; the Sequences of a group share one Prefix."""
         limits = sampling.max_new_tokens
         size = len(prompts) * group_size
         if not isinstance(limits, list):
@@ -234,8 +234,8 @@ class Sampler:
             prefix = waiting[0].prefix
             if not running and len(self.pool) < prefix.missing + 1:
                 self._drop_ahead()
-            # Each running row, and this one, may need one more kv_block in the coming window.
-            # Without that reserve _grow would preempt this one at once, and waste its prefill.
+            # This row and each running row may need one more kv_block in the coming window. Without
+            # that reserve _grow would preempt this one at once and waste its prefill.
             if running and len(self.pool) < prefix.missing + 1 + len(running):
                 break
             if prefix.missing:
@@ -247,8 +247,7 @@ class Sampler:
 
     def _ride_along(self, new, waiting, rows):
         """The next waiting prefixes that fit into the prefill of `new`, with their kv_blocks."""
-        # In kv_blocks. Each running row must still find two more in the pool, or what rides along
-        # is soon dropped.
+        # In kv_blocks. Two per running row must stay free, or what rides along is soon dropped.
         room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
                    len(self.pool) - 2 * (rows + 1))
         along = []
@@ -263,7 +262,7 @@ class Sampler:
         return along
 
     def _drop_ahead(self):
-        """Frees the prefixes that were prefilled and have no row yet; they are computed again."""
+        """Frees prefixes that were prefilled but have no row yet; they will be computed again."""
         for prefix in self.ahead:
             if not prefix.users:
                 self.pool.give(prefix.blocks)
@@ -284,9 +283,9 @@ class Sampler:
             self.engine.prefill(tokens, torch.cat(blocks), lengths)
 
     def _grow(self, waiting, running):
-        """Gives every row the kv_blocks that it needs for the next window, oldest row first. When
-        the pool runs dry, it drops prefixes without a row, then preempts the newest row. Returns
-        how many rows were preempted.
+        """Gives every row its kv_blocks for the next window, oldest row first. When the pool runs
+        dry, it drops prefixes without a row, then preempts the newest row. Returns how many rows
+        were preempted.
         """
         rows = len(running)
         i = 0
@@ -301,14 +300,14 @@ class Sampler:
                 i += 1
             else:
                 self._preempt(running.pop(), waiting)
-                assert running, "the pool holds one sequence: see allocate_kv"
+                assert running, "the pool has room for one sequence: see allocate_kv"
         return rows - len(running)
 
     def _preempt(self, s, waiting):
-        """A sequence gives back its kv_blocks and goes to the front of the queue.
+        """A sequence returns its kv_blocks and goes to the front of the queue.
 
-        Its prompt and all but the last token of what it has written become a prefix of its own,
-        prefilled when it returns. It keeps position and key, so it draws what it would have drawn.
+        Its prompt and its tokens so far, except the last, become its own prefix, prefilled when it
+        resumes. It keeps position and key, so it draws what it would have drawn.
         """
         self._release(s)
         s.prefix = Prefix((s.prompt + s.completion)[:-1])
@@ -334,13 +333,13 @@ class Sampler:
         return DecodeBatch(*values[:, :columns].T.contiguous(), table=values[:, columns:])
 
     def _record(self, running, drawn, end_ids):
-        """Adds what a window drew to the sequences, and takes those that ended out of the batch.
+        """Adds a window's tokens to the sequences and removes those that ended from the batch.
         drawn: from the engine's decode(). Returns the number of new tokens.
         """
         tokens, logprobs, made = drawn
         logprobs = logprobs.cpu()
         made = made.cpu()
-        # (steps, n): True for what a row drew before its end
+        # (steps, n): True up to a row's end
         counts = torch.arange(len(logprobs))[:, None] < made
         if not logprobs[counts].isfinite().all():
             raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
@@ -371,12 +370,12 @@ class Sampler:
 # Sequences and their kv_blocks
 
 def blocks_for(tokens: int) -> int:
-    """How many kv_blocks hold that many tokens."""
+    """How many kv_blocks so many tokens need."""
     return -(-tokens // KV_BLOCK)
 
 
 class BlockPool:
-    """The numbers of the free kv_blocks. All others but 0 belong to a sequence or a prefix.
+    """The numbers of the free kv_blocks. All others except 0 belong to a sequence or a prefix.
 
     Number 0 is never handed out: it fills the unused columns of tables, and the spare rows of a
     CUDA graph write there.
@@ -393,7 +392,7 @@ class BlockPool:
         return [self.free.pop() for _ in range(n)]
 
     def give(self, blocks: list[int]) -> None:
-        """Takes kv_blocks back, and empties the caller's list of them."""
+        """Takes kv_blocks back and empties the caller's list of them."""
         self.free += blocks
         blocks.clear()
 
@@ -401,7 +400,7 @@ class BlockPool:
 @dataclass(eq=False)
 class Prefix:
     """Tokens that the sequences of a group share, prefilled once, and the kv_blocks of their keys
-    and values. These depend on adapter and noise, which must be the same for all of the group.
+    and values. These depend on adapter and noise, which must be the same for the entire group.
     """
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
@@ -409,13 +408,13 @@ class Prefix:
 
     @property
     def missing(self) -> int:
-        """How many kv_blocks its prefill needs; 0 after it."""
+        """How many kv_blocks its prefill needs; 0 afterwards."""
         return blocks_for(len(self.tokens)) - len(self.blocks)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer in the making: a prefix, and tokens of its own after it.
+    """An answer in progress: a prefix, then its own tokens.
 
     Its last token, `token` at position `pos`, is not in the cache yet: the next decode step
     computes its key and value, and draws the token at pos + 1.
@@ -461,16 +460,16 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
         raise UserError(
-            f"KV pool of {memory / 2**30:.4g} GiB holds less than one sequence of {max_length} "
-            f"tokens, which takes {need:.4g} GiB: more memory or shorter sequences are needed")
+            f"a KV pool of {memory / 2**30:.4g} GiB is too small for one sequence of "
+            f"{max_length:,} tokens ({need:.4g} GiB): free memory or shorten the sequences")
     shape = c.layers, 2, blocks, c.kv_heads, KV_BLOCK, c.head_dim
     try:
         # Zeros, because attention multiplies masked slots by 0, and 0 * NaN is NaN.
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
     except RuntimeError:
         raise UserError(
-            f"not enough memory for {blocks * block_bytes / 2**30:.1f} GiB of KV cache, for up to "
-            f"{max_rows} sequences of {max_length} tokens: fewer or shorter ones take less"
+            f"not enough memory for a KV cache of {blocks * block_bytes / 2**30:.1f} GiB "
+            f"({max_rows} sequences of {max_length:,} tokens): use fewer or shorter sequences"
         ) from None
 
 
@@ -478,7 +477,7 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
 # The engine: prefills and decode steps
 
 class DecodeBatch(NamedTuple):
-    """The running rows as an engine takes them for a window: tensors on the device, (n,) int64.
+    """The running rows, as input of a window of decode steps: tensors on the device, (n,) int64.
 
     siblings: rows that share a prefix are neighbours, and a kernel may read the prefix once for up
     to engine.most_siblings(n) of them. The first of these rows has their number, the others 0:
@@ -500,7 +499,7 @@ class TorchEngine:
     (L, 2, kv_blocks, KV, KV_BLOCK, d). max_rows: for GraphEngine's buffers.
     """
     window = 1                                   # decode steps before the CPU reads the tokens
-    # kv_blocks up to which a prefill takes waiting prefixes along. A GPU reads all weights in every
+    # kv_blocks up to which a prefill also takes waiting prefixes. A GPU reads all weights in every
     # prefill, however short; on a CPU prefilling early saves nothing.
     prefill_ahead = 0
 
@@ -509,7 +508,7 @@ class TorchEngine:
         self.kv = kv
 
     def batch_size(self, n: int) -> int:
-        """How many rows a decode step of n running rows computes: no spare rows here."""
+        """How many rows a decode step of n running rows computes; no spare rows here."""
         return n
 
     def most_siblings(self, n: int) -> int:
@@ -532,8 +531,7 @@ class TorchEngine:
     def decode(self, batch: DecodeBatch, steps: int,
                sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         """Draws up to `steps` tokens for each row -> tokens (steps, n) int64, logprobs (steps, n)
-        fp32, and made (n,) int64, how many of a row's tokens count: what it draws after its end
-        does not.
+        fp32, and made (n,) int64, how many of a row's tokens count: those after its end do not.
         """
         model = self.model
         token = batch.token.clone()
@@ -560,7 +558,7 @@ class TorchEngine:
 
 
 def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Writes k and v (T, KV, d): those of token t go to entry offsets[t] of kv_block blocks[t].
+    """Writes k and v (T, KV, d), those of token t to entry offsets[t] of kv_block blocks[t].
 
     layer (2, kv_blocks, KV, KV_BLOCK, d): one layer of the KV cache; blocks, offsets (T,) int64.
     """
@@ -586,7 +584,7 @@ def fill_cache(model: Qwen, kv: Tensor, tokens: Tensor, blocks: Tensor, position
 
 
 def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -> list[Callable]:
-    """For each layer, a function attend(q, k, v) for one new token a row, at position pos. It
+    """For each layer, a function attend(q, k, v) for one new token per row, at position pos. It
     writes the token's key and value to the row's last slot and attends to all slots up to it.
 
     q (n, H, d), k and v (n, KV, d) -> (n, H, d). table (n, width), prefix and pos (n,) as in
@@ -612,7 +610,7 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
 
 
 def engine_for(device: torch.device) -> Callable:
-    """The engine that decodes on a device, as Sampler takes it."""
+    """The engine that decodes on a device, for Sampler."""
     return TorchEngine if device.type == "cpu" else on_gpu("GraphEngine")
 
 
@@ -627,8 +625,7 @@ def mix64(x: int) -> int:
 
 
 def row_key(seed: int, place: int, sample: int) -> int:
-    """The key of the random numbers of a sample of the prompt at this place: 63 bits, to fit int64.
-    """
+    """The key of a sample's random numbers: 63 bits, to fit int64."""
     key = 0
     for part in (seed, place, sample):
         key = mix64((key + part + 0x9E3779B97F4A7C15) & MASK64)
@@ -652,10 +649,10 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def running_sum(p: Tensor) -> Tensor:
-    """The sum of each number of a row and those before it: (n, V) -> (n, V).
+    """Cumulative sums of each row: (n, V) -> (n, V).
 
-    On a GPU torch adds up a single row in an order that depends on timing (pytorch issue 75240),
-    and two rows or more in a fixed order. So a single row goes in twice.
+    On a GPU torch sums a single row in an order that depends on timing (pytorch issue 75240), but
+    two or more rows in a fixed order. So a single row goes in twice.
     """
     return (p.expand(2, -1) if len(p) == 1 else p).cumsum(-1)[:len(p)]
 
@@ -663,8 +660,8 @@ def running_sum(p: Tensor) -> Tensor:
 def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Sets the logits (n, V) of tokens that must not be drawn to -inf, in place.
 
-    top_k keeps the top_k highest (and others that equal the lowest of them). Of the rest, top_p
-    keeps the smallest set of most likely tokens whose probabilities sum to top_p or more.
+    top_k keeps the top_k highest (and any that equal the lowest of them). Of these, top_p keeps the
+    smallest set of most likely tokens whose probabilities sum to top_p or more.
     """
     assert top_k >= 0 and 0 < top_p <= 1, f"need {top_k=} >= 0 (0 is all) and 0 < {top_p=} <= 1"
     if top_k:
@@ -682,15 +679,15 @@ def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draws from softmax(logits): logits (n, V) fp32, u (n,) -> tokens (n,), log-probs (n,) fp32.
 
     Inverse CDF: lay the tokens' probabilities end to end on [0, 1) and take the token that u falls
-    on, which is the first at which they sum to more than u. u None: the most likely token.
+    on, the first at which they sum to more than u. u None: the most likely token.
     """
     lse = logits.logsumexp(-1)
     if u is None:
         token = logits.argmax(-1)
     else:
         p = (logits - lse[:, None]).exp()
-        # A GPU sums in blocks, and from one to the next the sum can move by an ulp, even at a token
-        # of probability 0. Such a token is never drawn.
+        # A GPU sums in blocks, and between two blocks the sum can change by an ulp, even at a token
+        # of probability 0. Such a token must not be drawn.
         cdf = running_sum(p).masked_fill_(p == 0, 0.0)
         target = u * cdf.amax(-1)                # an fp32 sum of probabilities is not exactly 1
         token = (cdf > target[:, None]).byte().argmax(-1)        # the first one

@@ -10,21 +10,21 @@ QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, 
 AQN, adaptive quantization noise, is Gaussian noise on the weights of the norms while sampling, off
 by default (--sigma-start). A training step has four parts, in train() at the end of this file:
 
-    sample    a group of G answers to each of P problems, with that noise if it is on
+    sample    a group of G answers to each of P problems, with AQN's noise if it is on
     score     grade each answer, and compare it with the others of its group
     update    the adapter, so that the better answers of a group become more probable
     report    the step's numbers and answers; at intervals also an evaluation and a checkpoint
 
 P problems x G answers are B rows, and rows [p * G, (p + 1) * G) answer problem p. The sampler
-records the log-probability of every token that it drew; grpo.py explains how the loss uses it.
+records the log-probability of every token that it draws; grpo.py explains how the loss uses it.
 With several GPUs ("ranks") each samples and grades its share of the problems. Then every rank gets
-the rows of all, so advantages and weights do not depend on how many ranks there are.
+all rows, so advantages and weights do not depend on the number of ranks.
 
 A run folder has run.json (settings, library versions, machine), metrics.jsonl (one line per step),
 samples.jsonl and held_out.jsonl (every answer with its verdict, from training and evaluations),
 adapter/ (in PEFT's format; model/ with --train full) and checkpoints/ (the last two).
 
-Elsewhere: set-up (harness/setup.py), settings (harness/config.py).
+Not here: setup (harness/setup.py), settings (harness/config.py).
 """
 import dataclasses
 import functools
@@ -57,14 +57,14 @@ from tasks.problems import problems_at
 # Score
 
 def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
-    """The same rollouts, with `graded` of each row: all that is known of it, for samples.jsonl.
+    """The same rollouts, with `graded` filled in for each row: what samples.jsonl records of it.
 
-    grade() gives `task`: 1 for a right answer and 0 for a wrong one, or with --reward the sum of
-    the user's parts without the one called `shaping` (`parts` keeps all of them). `format` says
-    whether the answer has the form that was asked for, `finished` whether it came to its end before
+    grade() returns `task`: 1 for a right answer and 0 for a wrong one, or with --reward the sum of
+    the user's parts except the one called `shaping` (`parts` has all of them). `format` is whether
+    the answer has the form that the prompt asked for, `finished` whether it ended before
     --max-new-tokens.
-    Two values are added here: `shaping`, that part or 0, and `reward`, their sum, which is only
-    logged. grpo.group_advantages counts `shaping` apart from `task`.
+    Two values are added here: `shaping`, that part or 0, and `reward`, task + shaping, which is
+    only logged: grpo.group_advantages takes the two separately.
     """
     for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
         shaping = found.get("parts", {}).get("shaping", 0.0)
@@ -73,8 +73,7 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
 
 
 def column(rows: list[Row], key: str) -> torch.Tensor:
-    """A value that is known of each row, (B,): float64, int64 or bool, as precise as Python's own.
-    """
+    """One value of each graded row, (B,): float64, int64 or bool, as precise as Python's own."""
     return torch.from_numpy(np.array([row.graded[key] for row in rows]))
 
 
@@ -83,8 +82,8 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
 
 def plan_updates(rollouts: Rollouts, loss: grpo.Loss, rollout: Rollout, optim: Optim,
                  mask_overlong: bool) -> list[torch.Tensor]:
-    """-> one tensor (B, L) for each update on this batch: the weight of each token in its loss, 0
-    for tokens that are left out of it.
+    """-> one tensor (B, L) per update on this batch: the weight of each token in its loss, 0 for
+    tokens outside the loss.
 
     Two flags make several updates of one batch. With 4 groups of answers, a b c d:
 
@@ -92,19 +91,19 @@ def plan_updates(rollouts: Rollouts, loss: grpo.Loss, rollout: Rollout, optim: O
         --epochs 2                  [a b c d] [a b c d]     each row is trained on twice
         both                        [a b] [c d] [a b] [c d]
 
-    mask_overlong: answers that were cut at --max-new-tokens get weight 0 (--overlong mask).
+    mask_overlong: answers cut off at --max-new-tokens get weight 0 (--overlong mask).
     """
     rows = rollouts.rows
     mask = grpo.loss_mask(rollouts.sampled(), column(rows, "task"), column(rows, "finished"),
                           mask_overlong)
     one_pass = [grpo.token_weights(minibatch, loss, rollout.max_new_tokens) for minibatch in
                 grpo.minibatches(mask, rollout.group_size, optim.updates_per_rollout)]
-    return one_pass * optim.epochs               # the same list again for each further pass
+    return one_pass * optim.epochs               # the same list for every pass
 
 
 def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[float]:
     """The rates of the `count` optimizer steps of training step `step`, of `steps` in the run."""
-    # + 0.5: the rate at an update's midpoint, so that a warm-up does not begin with 0.
+    # + 0.5: the rate at an update's midpoint, so that a warm-up does not start at 0.
     return [learning_rate(optim, (step + (u + 0.5) / count) / steps) for u in range(count)]
 
 
@@ -112,7 +111,7 @@ def learning_rate(optim: Optim, fraction: float) -> float:
     """The rate when this fraction of the run, 0 to 1, is done: a warm-up, then --lr-schedule."""
     if fraction < optim.warmup:
         return optim.lr * fraction / optim.warmup
-    if optim.lr_schedule == "constant":          # it falls to 0 in the last quarter
+    if optim.lr_schedule == "constant":          # falls to 0 over the last quarter
         return optim.lr * min(1.0, 4 * (1 - fraction))
     angle = math.pi * (fraction - optim.warmup) / (1 - optim.warmup)
     return optim.lr * (1 + math.cos(angle)) / 2
@@ -123,11 +122,11 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 
 def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Tensor],
            updates: list[Update], group_size: int) -> dict:
-    """The step's numbers; docs/metrics.md defines each.
+    """The step's metrics; docs/metrics.md defines each.
 
-    Most are means over all B rows of all ranks. Those that compare log-probabilities are means over
+    Most are means over all B rows of all ranks; those that compare log-probabilities are means over
     the tokens that were trained on. The loss is not among them: advantages are centred, so its
-    value does not show progress.
+    value shows no progress.
     """
     rows = rollouts.rows
     graded = [row.graded for row in rows]
@@ -149,27 +148,26 @@ def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Ten
     learned = (advantages != 0) & in_some_update
     metrics["informative"] = informative.float().mean().item()
     metrics["groups"] = int(learned.view(-1, group_size).any(dim=1).sum())
-    # How far the learner is from the sampler is measured by the first update that trained a row:
-    # there the policy has not moved yet. The clip is measured by the last one, where the policy has
-    # moved most.
+    # The distance between learner and sampler comes from the first update that trained a row, since
+    # the policy has not moved yet; the clip ratios come from the last one, where it has moved most.
     trained = [one for one in updates if one.sums] or updates
     metrics |= grpo.summarize(trained[0].sums)
     last = grpo.summarize(trained[-1].sums)
     metrics |= {key: value for key, value in last.items() if key.startswith("clip_ratio")}
     metrics |= {"grad_norm": trained[-1].grad_norm, "lr": updates[-1].lr}
-    seconds = rollouts.seconds or math.inf       # 0: a user's function that samples did not say
+    seconds = rollouts.seconds or math.inf       # 0: a user's sampling function did not set it
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
 
 
 @dataclass
 class Evaluation:
     """Greedy answers to the held-out problems."""
-    metrics: dict                                # the part of metrics.jsonl that is theirs
-    graded: list[dict]                           # what held_out.jsonl holds of each answer
+    metrics: dict                                # what they add to the line in metrics.jsonl
+    graded: list[dict]                           # the lines for held_out.jsonl
 
 
 def evaluate(run: Run, sample: Callable, steps_done: int) -> Evaluation:
-    """Answers the held-out problems, greedily and without noise. sample: see train()."""
+    """Answers the held-out problems greedily, without noise. sample: see train()."""
     problems = share(run.held_out)
     began = time.perf_counter()
     greedy = Sampling(run.settings.rollout.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
@@ -180,19 +178,19 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> Evaluation:
     if run.settings.data.reward:
         metrics["eval_reward"] = torch.tensor([one["task"] for one in graded],
                                               dtype=torch.float64).nanmean().item()
-    told = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    say(f"after {counted(steps_done, 'step')}: held-out {told}, "
+    text = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
+    say(f"after {counted(steps_done, 'step')}: held-out {text}, "
         f"in {time.perf_counter() - began:.1f} s")
     return Evaluation(metrics, graded)
 
 
 def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, batch: Batch,
              updates: list[Update], evaluation: Evaluation | None) -> Progress:
-    """What follows a step's update: tells its numbers, evaluates where that is due, writes the
-    step's files -> where the run stands. Stopped if continuing makes no sense (console.Watch).
+    """After a step's update: prints its metrics, evaluates if due, writes its files -> the run's
+    progress. Stopped if there is no point in continuing (console.Watch).
 
-    progress: after this step, its `best` not yet updated. evaluation: made before training if this
-    is step 0, and logged with it, else None.
+    progress: after this step, with `best` not yet updated. evaluation: in step 0 the one made
+    before training, which is logged with that step; else None.
     """
     watching = run.settings.watching
     console.tell(run.settings, metrics, updates)
@@ -214,10 +212,10 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch, evaluated:
            is_best: bool) -> None:
     """Writes the step's files.
 
-    evaluated: the rows of the step's evaluation, none if it had none.
+    evaluated: the rows of the step's evaluation, [] without one.
 
     A signal such as Ctrl-C is held back until all files of the step are written. snapshot() copies
-    the step's state; if the run is stopped before the next one is recorded, it saves this copy.
+    the step's state; a run that is stopped before the next step is recorded saves this copy.
     """
     watching = run.settings.watching
     samples = [{"step": metrics["step"], "advantage": advantage, **row.graded}
@@ -243,10 +241,10 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch, evaluated:
 # The loop: sample, score, update, report
 
 def train(run: Run, sample: Callable = Sampler.generate) -> None:
-    """All steps of a run, from step 0 or from its checkpoint on.
+    """All steps of a run, starting at step 0 or at its checkpoint.
 
-    sample(sampler, prompts, group_size, sampling, places) -> Rollouts is how answers are written: a
-    function like Sampler.generate, for instance one that answers in turns and calls a tool.
+    sample(sampler, prompts, group_size, sampling, places) -> Rollouts writes the answers: a
+    function like Sampler.generate, for example one that answers in turns and calls a tool.
     """
     settings = run.settings
     rollout, objective, optim = settings.rollout, settings.objective, settings.optim
@@ -269,7 +267,7 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
             local = sample(run.sampler, prompts, G, sampling, places)
 
-        # 2) Score. Then every rank gets the rows of all, in the same order.
+        # 2) Score. Then every rank gets all rows, in the same order.
         scored = score(run.grade, problems, local)
         rollouts = functools.reduce(operator.add, gather([scored]))
         advantages = grpo.group_advantages(column(rollouts.rows, "task"), G,
@@ -297,7 +295,7 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
 
 
 def main() -> None:
-    with env.one_line("train.py"):           # a user's error ends in one line, not a traceback
+    with env.one_line("train.py"):           # a user error ends in one line, not a traceback
         settings, before = read_settings()
         with claimed(Path(settings.general.out), before is not None):    # no other run writes there
             run = prepare(settings, before)

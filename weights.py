@@ -1,19 +1,19 @@
 """
 The folders of models, as Hugging Face has them: 16-bit weights, or NVFP4 of compressed-tensors.
 
-    folder = ModelFolder("qwen2.5-7b")                 config.json, read once; made first, handed on
+    folder = ModelFolder("qwen2.5-7b")                 config.json, read once
     files = WeightReader(folder, "nvfp4", device, torch.bfloat16)
     files.read("model.norm.weight", 3584)              one tensor, with the shape it must have
     files.frozen(names, parts, k)                      linears, as one nvfp4.Weight
     save_model(tensors, source, out)                   a new folder, shard by shard
 
-A model may be larger than the host's memory. So tensors are read one at a time, and written as
-they are made, with one shard of a file in memory. Nothing is unpickled.
+A model may be larger than host memory. So tensors are read one at a time and written as they are
+made, with one shard in memory. Nothing is unpickled.
 
-What would train silently wrong is a UserError that names the file: an architecture or a 4-bit
-format that model.py does not compute, a tensor that it would leave out, a wrong shape, a NaN.
+Anything that would train silently wrong is a UserError that names the file: an architecture or a
+4-bit format that model.py does not implement, a tensor that it would ignore, a wrong shape, a NaN.
 
-Adapters, in the folders of the library PEFT, and what each was trained with:
+Adapters, in PEFT's folders, and what each was trained with:
 
     runs/x/adapter/adapter_config.json           PEFT's: rank, alpha, the names of the linears
                   /adapter_model.safetensors     PEFT's: A and B of each linear
@@ -24,13 +24,13 @@ Adapters, in the folders of the library PEFT, and what each was trained with:
     adapter = read_peft_config(folder)           without the tensors
 
     write_conditions(folder, training_conditions(...))
-    tell_other_conditions(folder, conditions)    says how they differ from those of the training
+    tell_other_conditions(folder, conditions)    prints how they differ from training
     check_trained_on(folder, model_folder)       refuses an adapter of another model
 
-A plain LoRA adapter on every linear is read, and nothing else: PEFT has variants that compute
-something else from the same tensors.
+Only plain LoRA on every linear is read: other PEFT variants compute something else from the same
+tensors.
 
-Not here: what the numbers mean (nvfp4.py, model.py, lora.py), how files become whole (files.py).
+Not here: what the numbers mean (nvfp4.py, model.py, lora.py), atomic writes (files.py).
 """
 import hashlib
 import math
@@ -60,23 +60,23 @@ from ranks import say
 # Finding a model
 
 def hub_id(name: str) -> str:
-    """--model -> its Hugging Face id. UserError if it cannot be one; nothing is looked up there.
+    """--model -> its Hugging Face id. UserError if it cannot be one; nothing is looked up online.
 
-    Short names mean the models that follow instructions: qwen2.5-7b is Qwen/Qwen2.5-7B-Instruct and
-    qwen3-8b is Qwen/Qwen3-8B, which the hub calls so. They have only small letters: on the hub
-    Qwen2.5-7B is a base model, so that name without its owner could mean either.
+    Short names mean the instruction-tuned models: qwen2.5-7b is Qwen/Qwen2.5-7B-Instruct and
+    qwen3-8b is Qwen/Qwen3-8B. They are lower case only: on the hub Qwen2.5-7B is a base model, so
+    that name without its owner could mean either.
     """
     short = re.fullmatch(r"qwen(2\.5(-coder|-math)?|3)-[\d.]+b", name)
     if short:
         return f"Qwen/{name.title()}" + ("" if short[1] == "3" else "-Instruct")
     if not re.fullmatch(r"[\w-]+/[\w.-]+", name):
-        raise UserError(f"--model {name}: neither a folder nor a name such as qwen2.5-7b, "
-                        "qwen3-8b or Qwen/Qwen2.5-7B-Instruct")
+        raise UserError(f"--model {name}: not a folder, or a name such as qwen2.5-7b, qwen3-8b or "
+                        "Qwen/Qwen2.5-7B-Instruct")
     return name
 
 
 def resolve(name: str | Path, weights: bool = True) -> Path:
-    """--model -> a local folder. A model of the hub is downloaded if it is not in the cache.
+    """--model -> a local folder. A model on the hub is downloaded if it is not in the cache.
     UserError if that fails. weights False: only configuration and tokenizer.
     """
     if Path(name).is_dir():
@@ -91,12 +91,12 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
 
 
 class ModelFolder:
-    """A model's folder and its config.json. A program makes one and hands it on.
+    """A model's folder and its config.json. A program makes one and passes it on.
 
     name: --model. path: the folder. config: what read_config() returns.
 
-    Of a model of the hub only configuration and tokenizer are downloaded. That takes seconds, and
-    they are enough to find most errors of a run before download() fetches 15 GB.
+    Of a model on the hub only configuration and tokenizer are downloaded. That takes seconds and is
+    enough to find most errors of a run before download() fetches 15 GB.
     """
 
     def __init__(self, name: str | Path):
@@ -117,32 +117,31 @@ class ModelFolder:
         """UserError if a prompt and its answer, `length` tokens together, are too long."""
         if length > self.max_positions:
             raise UserError(f"{self.path / 'config.json'}: max_position_embeddings is "
-                            f"{self.max_positions}, less than {length}, the tokens of prompt and "
-                            "--max-new-tokens together")
+                            f"{self.max_positions}, less than {length}, the tokens of prompt plus "
+                            "--max-new-tokens")
 
     def choose_base(self, base: str | None) -> str:
-        """--base -> the format in which to hold the linears; by default it is NVFP4.
+        """--base -> the format of the linears, by default NVFP4.
 
         A folder into which tools.convert merged an adapter, or that --train full wrote, defaults to
-        16 bits: 4 bits round away most of what training changed. If they are asked for, a line says
-        so.
+        16 bits: 4 bits round away most of what training changed. Asking for them prints a warning.
         """
         merged, source = (self.config.get(key) for key in ("merged_adapter", "trained_from"))
         trained = merged or source
         if self.config.get("quantization_config"):       # has no 16 bits to keep
             trained = None
         if trained and base not in (None, "bf16"):
-            what = f"the merged adapter {merged}" if merged else f"what was trained from {source}"
-            say(f"{self.path}: rounded to {base}, {what} is mostly lost: keep --base bf16"
-                + (", or take the model it was trained on with --adapter" if merged else ""))
+            what = f"the merged adapter {merged}" if merged else f"the training from {source}"
+            say(f"{self.path}: rounding to {base} loses most of {what}: use --base bf16"
+                + (", or the original model with --adapter" if merged else ""))
         return base or ("bf16" if trained else "nvfp4")
 
     def sha256(self, linears: bool = True) -> str:
-        """Tells weights of the same shapes apart: of the first 4,096 numbers of each tensor, since
-        to read a 7B whole would take a minute.
+        """Identifies the weights. It covers the first 4,096 numbers of each tensor, since reading
+        all of a 7B would take a minute.
 
-        linears False: only of the embedding, norms and biases, rounded to bf16. A model has these
-        in common with what was made of it by rounding to 4 bits or by merging an adapter.
+        linears False: only the embedding, norms and biases, rounded to bf16. Rounding a model to 4
+        bits or merging an adapter does not change these.
         """
         shards = Shards(self.path)
         digest = hashlib.sha256()
@@ -157,8 +156,8 @@ class ModelFolder:
 # -----------------------------------------------------------------------------
 # What a model's config.json may say
 
-# Model families: the architecture in config.json -> the tensors that the attention of a layer has
-# besides its four matrices.
+# Model families: the architecture in config.json -> the tensors of a layer's attention besides its
+# four matrices.
 FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
             "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
 
@@ -170,8 +169,8 @@ COMPUTED = {"hidden_act": ["silu"], "use_sliding_window": [False], "rope_scaling
 
 
 def read_config(path: Path) -> dict:
-    """The config.json of a model, with `rope_theta` where newer files have `rope_parameters`.
-    UserError unless model.py computes this model.
+    """The config.json of a model; `rope_theta` is filled in where newer files have
+    `rope_parameters`. UserError unless model.py implements this model.
     """
     config = read_json(path)
     rope = config.get("rope_parameters") or {}
@@ -207,7 +206,7 @@ class Shards:
         files = ["model.safetensors"]
         if index.exists():
             files = read_json(index)["weight_map"].values()
-        # An index leads to files of its own folder only, whatever it says.
+        # Whatever an index says, it leads only to files in its own folder.
         paths = sorted({self.folder / Path(file).name for file in files})
         self.names = {name: path for path in paths for name in self._open(path).keys()}
 
@@ -224,7 +223,7 @@ class Shards:
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """A tensor as it is stored. UserError if no file has it. Its file is mapped into memory
-        for this tensor alone.
+        only for this tensor.
         """
         return self._file_with(name).get_tensor(name).to(device)
 
@@ -240,13 +239,13 @@ class Shards:
                             f"{' or '.join(dtypes)}")
 
 
-# The linears of a layer, as the names of their tensors call them.
+# The linears of a layer, as in their tensors' names.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def tensor_name(architecture: str) -> re.Pattern:
     """Matches the name of every tensor that a model of this family may have; the regex group is the
-    number of its layer. The last line has tensors that some programs write and nothing here needs.
+    layer's number. The last line is for tensors that some programs write and nothing here needs.
     """
     return re.compile(rf"""
           (?:lm_head | model\.embed_tokens | model\.norm)\.weight
@@ -259,10 +258,11 @@ def tensor_name(architecture: str) -> re.Pattern:
 
 
 class WeightReader(Shards):
-    """The tensors of a model with 16-bit or NVFP4 weights, whose linears are to be held as `base`.
+    """The tensors of a model with 16-bit or NVFP4 weights, for linears in the format `base`.
 
-    UserError if they cannot be held so, or if model.py would compute something else from them than
-    the model's makers do: if they are in another 4-bit format, or if it would leave some out.
+    UserError if they cannot be converted to it, or if model.py would compute something else from
+    them than the model's authors do: if they are in another 4-bit format, or if it would ignore
+    some of them.
     """
 
     def __init__(self, model: ModelFolder, base: str, device: torch.device, dtype: torch.dtype):
@@ -276,40 +276,40 @@ class WeightReader(Shards):
         if self.is_nvfp4:
             check_nvfp4(section, self.folder / "config.json")
             if base != "nvfp4":
-                raise UserError(f"{self.folder} holds NVFP4 weights: --base {base} needs the bf16 "
-                                "files")
+                raise UserError(f"{self.folder} contains NVFP4 weights; --base {base} needs the "
+                                "bf16 files")
         if "calibration" in self.config:
             say(f"{self.folder}: {short_repr(self.config['calibration'], 160)}")
         known = tensor_name(self.config["architectures"][0])
         matches = {name: known.fullmatch(name) for name in self.names}
         unused = [name for name, match in matches.items()
                   if not match or int(match[1] or 0) >= self.config["num_hidden_layers"]
-                  or f"{name}_packed" in self.names]             # in 16 bits beside its 4
+                  or f"{name}_packed" in self.names]             # bf16 next to its 4-bit codes
         if unused:
-            raise UserError(f"{self.folder}: holds {len(unused)} tensors that config.json does "
-                            f"not account for, first {min(unused)}")
+            raise UserError(f"{self.folder}: contains {len(unused)} tensors that config.json does "
+                            f"not explain, the first is {min(unused)}")
         # Some programs would compute with the file's head, others with the embedding.
         head, embed = "lm_head.weight", "model.embed_tokens.weight"
         if self.config.get("tie_word_embeddings") and head in self.names and not torch.equal(
                 self.get(head), self.get(embed)):
-            raise UserError(f"{self.folder}: tie_word_embeddings is true, but {head} is not equal "
-                            f"to {embed}: remove it, or say false in config.json")
+            raise UserError(f"{self.folder}: tie_word_embeddings is true, but {head} differs from "
+                            f"{embed}: remove it, or set false in config.json")
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
-        """A floating-point tensor of this shape, in the type that it is stored in. UserError if it
-        has another shape, or if a number in it is not finite. No shape: it may have any.
+        """A floating-point tensor of this shape, in its stored type. UserError if it has another
+        shape, or if a number in it is not finite. No shape: any.
         """
         self.check(name, shape)
         tensor = self.get(name, self.device)
-        # In parts: isfinite() of a whole 32B embedding would take a gigabyte more.
+        # In parts: isfinite() of a 32B's entire embedding would take another gigabyte.
         if not all(part.isfinite().all() for part in tensor.split(2**16)):
-            raise UserError(f"{self.names[name]}: {name} holds NaN or infinity")
+            raise UserError(f"{self.names[name]}: {name} contains NaN or infinity")
         return tensor
 
     def frozen(self, names: list[str], parts: list[int], k: int) -> nvfp4.Weight:
         """The linears `names`, of parts[i] rows and k columns each, fused into one weight.
 
-        16-bit weights are quantized to `base`. Of an NVFP4 folder all are taken as they are, also
+        16-bit weights are quantized to `base`. An NVFP4 folder's are used as they are, including
         those that it keeps in 16 bits (`ignore` in its config.json). UserError if only some of
         `names` are in 4 bits.
         """
@@ -328,11 +328,11 @@ class WeightReader(Shards):
 #
 # Each linear of N rows and K columns is three tensors (nvfp4.py has the format itself):
 #
-#     NAME.weight_packed        (N, K / 2)   uint8: two 4-bit codes a byte
-#     NAME.weight_scale         (N, K / 16)  float8_e4m3: one scale for each scale_block of 16
+#     NAME.weight_packed        (N, K / 2)   uint8: two 4-bit codes per byte
+#     NAME.weight_scale         (N, K / 16)  float8_e4m3: one scale per scale_block of 16
 #     NAME.weight_global_scale  (1,)         float32: a divisor, 1 / nvfp4.py's global_scale
 
-# What config.json says of such weights, and the section around it.
+# What config.json says about such weights, and the section around it.
 NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
                  "symmetric": True}
 NVFP4_CONFIG = {
@@ -345,8 +345,8 @@ NVFP4_CONFIG = {
 def check_nvfp4(section: object, path: Path) -> None:
     """UserError unless config.json says that the weights are stored as above.
 
-    Other programs' files look the same and mean something else: ModelOpt's hold the global scale
-    itself and not its inverse. Only this section of config.json tells them apart.
+    Other programs' files look the same and mean something else: ModelOpt stores the global scale
+    itself, not its inverse. Only this section of config.json distinguishes them.
     """
     try:
         groups = section["config_groups"].values()
@@ -355,8 +355,8 @@ def check_nvfp4(section: object, path: Path) -> None:
     except (AttributeError, KeyError, TypeError):                # a part is missing or no object
         known = False
     if not known:
-        raise UserError(f"{path}: quantization_config is not that of compressed-tensors NVFP4 "
-                        "weights, the only 4-bit ones that can be read")
+        raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only "
+                        "4-bit format that can be read")
 
 
 def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
@@ -374,7 +374,7 @@ def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
 
 def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
                   global_scale: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (tensor name, tensor): what nvfp4.quantize returned for a linear, as it is stored."""
+    """Yields (tensor name, tensor): the result of nvfp4.quantize for a linear, as it is stored."""
     yield f"{name}.weight_packed", packed.cpu()
     yield f"{name}.weight_scale", block_scale.cpu()
     yield f"{name}.weight_global_scale", (1 / global_scale).reshape(1).cpu()
@@ -383,7 +383,7 @@ def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
 # -----------------------------------------------------------------------------
 # Weights out
 
-SHARD_BYTES = 2**31                              # of one output file, in memory until written
+SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -410,14 +410,13 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: Path,
                notes: dict | None = None) -> None:
     """Writes (name, tensor) pairs as the new model folder `out`; tokenizer and the rest are copied
-    from `source`. UserError if `out` holds something already.
+    from `source`. UserError if `out` is not empty.
 
-    notes: keys of config.json that say what the tensors are. Without quantization_config they are
-    16-bit ones. The notes are read after the last tensor, so whoever yields the tensors may still
-    add to them.
+    notes: keys of config.json that describe the tensors; without quantization_config they are in 16
+    bits. The notes are read after the last tensor, so the generator of the tensors may add to them.
     """
     config = read_json(source / "config.json")
-    # What the source says of its own tensors. transformers 5 writes dtype for torch_dtype.
+    # These describe the source's tensors. transformers 5 writes dtype for torch_dtype.
     for key in ("quantization_config", "calibration", "dtype"):
         config.pop(key, None)
     with new_folder(out) as folder:
@@ -434,7 +433,7 @@ def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> No
     """Writes model-0000i-of-0000n.safetensors and their index, with one shard in memory at a time.
     OSError if the disk is full.
 
-    n is known at the end only, so the shards are called 0.part, 1.part, ... until then.
+    n is only known at the end, so until then the shards are called 0.part, 1.part, ...
     """
     parts = []                                   # the names of the tensors in each file
     shard = {}
@@ -443,7 +442,7 @@ def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> No
     def write_shard():
         try:
             save_file(shard, folder / f"{len(parts)}.part", metadata={"format": "pt"})
-        except SafetensorError as error:         # the library's own error of a full disk
+        except SafetensorError as error:         # the library's error for a full disk
             raise OSError(f"{folder}: {error}") from None
         parts.append(list(shard))
         shard.clear()
@@ -467,7 +466,7 @@ def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> No
 # Adapters
 
 class AdapterShape(NamedTuple):
-    """What adapter_config.json says of an adapter, by the names of train.py's settings."""
+    """What adapter_config.json says about an adapter, by the names of train.py's settings."""
     lora_rank: int
     lora_alpha: float
 
@@ -476,8 +475,8 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name:
                alpha: float) -> None:
     """Writes an adapter as PEFT does. OSError if the disk is full.
 
-    tensors: by PEFT's names, on the CPU. adapter_config.json names the linears that they are for,
-    which need not be all TARGETS: a fork that trains only some linears saves what it trained.
+    tensors: by PEFT's names, on the CPU. adapter_config.json names their linears, which need not be
+    all TARGETS: a fork that trains only some linears saves only those.
     """
     folder = Path(folder)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
@@ -491,10 +490,10 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name:
     write_json(folder / "adapter_config.json", config)
 
 
-# What adapter_config.json must say where it says something, and other keys that a plain LoRA
-# adapter may have. Each variant of PEFT sets one that is not here: use_rslora, modules_to_save, ...
+# The allowed values of some keys of adapter_config.json, and other keys that a plain LoRA adapter
+# may have. Each PEFT variant sets a key that is not here: use_rslora, modules_to_save, ...
 PLAIN = {"peft_type": ["LORA"], "bias": ["none"],
-         # PiSSA and OLoRA take a part out of the base's weights: their adapters fit only the rest.
+         # PiSSA and OLoRA subtract a part of the base's weights: their adapters fit only the rest.
          "init_lora_weights": [True, "gaussian", "eva"]}
 OTHERS = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
           "exclude_modules", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
@@ -502,18 +501,18 @@ OTHERS = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva
 
 
 def read_peft_config(folder: str | Path) -> AdapterShape:
-    """The shape of an adapter. UserError unless its adapter_config.json is that of a plain LoRA
-    adapter on every linear.
+    """The shape of an adapter. UserError unless its adapter_config.json describes plain LoRA on
+    every linear.
     """
     path = Path(folder) / "adapter_config.json"
     config = read_json(path)
     for key, value in config.items():
         if value and key not in OTHERS and value not in PLAIN.get(key, []):
-            raise UserError(f"{path}: {key} is {short_repr(value)}: no plain LoRA adapter, which "
-                            "is all that is read")
+            raise UserError(f"{path}: {key} is {short_repr(value)}: only plain LoRA adapters can "
+                            "be read")
     targets = {*config.get("target_modules", ())}
     if not {"r", "lora_alpha"} <= config.keys() or targets != {*TARGETS}:
-        raise UserError(f"{path}: needs r, lora_alpha, and as target_modules {', '.join(TARGETS)}")
+        raise UserError(f"{path}: needs r, lora_alpha and, as target_modules, {', '.join(TARGETS)}")
     return AdapterShape(config["r"], float(config["lora_alpha"]))
 
 
@@ -529,14 +528,14 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
         raise UserError(f"{file}: is cut off, or not a safetensors file ({error})") from None
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
-            raise UserError(f"{file}: {name} holds NaN or infinity")
+            raise UserError(f"{file}: {name} contains NaN or infinity")
     return adapter, tensors
 
 
 # -----------------------------------------------------------------------------
 # What an adapter was trained with
 
-TRAINED_WITH = "trained_with.json"               # beside PEFT's files; other programs pass over it
+TRAINED_WITH = "trained_with.json"               # next to PEFT's files; other programs ignore it
 
 
 def training_conditions(model: ModelFolder, base: str, prompt_style: str,
@@ -555,15 +554,13 @@ def write_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> 
 
 
 def read_conditions(adapter: str | Path) -> dict[str, str | None]:
-    """What write_conditions() wrote; {} if the file is absent, as beside an adapter that another
-    program made.
-    """
+    """What write_conditions() wrote; {} if the file is absent, as in another program's adapter."""
     path = Path(adapter) / TRAINED_WITH
     return read_json(path) if path.exists() else {}
 
 
 def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Says what differs from an adapter's training. That may be intended, but costs accuracy.
+    """Prints what differs from an adapter's training. That may be intended, but costs accuracy.
 
     conditions: all or some of training_conditions().
     """
@@ -576,7 +573,8 @@ def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]
 
 def check_trained_on(adapter: str | Path, model: ModelFolder) -> None:
     """UserError if an adapter was trained on another model of the same shapes: Qwen2.5, -Coder and
-    -Math share theirs. A line if it only names another one, since models are copied and converted.
+    -Math share theirs. Only prints a line if the names differ, since models are copied and
+    converted.
     """
     named = read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path")
     digest = read_conditions(adapter).get("model_sha256")

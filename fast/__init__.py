@@ -1,8 +1,8 @@
 """
-What runs on a GPU in place of plain torch at the root, and must give the same numbers.
+GPU versions of plain torch functions at the root. They must give the same numbers.
 
-`import fast` registers it under the names by which ops.on_gpu() finds it. A program does so once it
-has chosen a GPU; nothing else does, so the rest of the project runs without Triton.
+`import fast` registers them under the names that ops.on_gpu() looks up. Only a program that has
+chosen a GPU does that, so the rest of the project runs without Triton.
 """
 import marlin_fp4
 from fast import decode, kernels

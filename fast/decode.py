@@ -23,9 +23,9 @@ or two around attention:
     chunk_kernel, pick_kernel        softmax, the draw; the row's state advances
 
 A row's state (kernels.RowState) is on the GPU, and the last kernel of a step advances it, so the
-host reads tokens only once in a window of 8 steps.
+host reads tokens only once per window of 8 steps.
 
-A graph holds addresses, not values: adapters, norms and their noise are read in place, so an
+A graph contains addresses, not values: adapters, norms and their noise are read in place, so an
 optimizer step needs no new capture.
 
 Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
@@ -73,7 +73,7 @@ MAX_END_IDS = 16
 PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
 # How much one program of the elementwise kernels does, by the number of rows of the step, at most.
 # `columns` does not apply to heads_kernel, whose programs take one head each. 128 columns cost half
-# as many instructions a number as 64, but with 16 rows or fewer they leave too few programs.
+# as many instructions per number as 64, but with 16 rows or fewer they leave too few programs.
 PROGRAM_SIZES = {
     # rows: columns, heads (rows, warps), residual (rows, warps), swiglu (rows, warps)
     4: (64, (1, 4), (1, 1), (1, 1)),
@@ -99,10 +99,10 @@ def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Calla
 
 
 def finishing_kib(rank: int, columns: int) -> float:
-    """KiB of shared memory that a program of swiglu_kernel takes to finish `columns` of gate|up.
+    """KiB of shared memory that a program of swiglu_kernel needs to finish `columns` of gate|up.
 
-    For gate and for up it holds a tile of B (R, columns) and 16 rows of x @ A.T in 16 bits, with R
-    padded to a power of two. No other kernel takes more because of the rank.
+    For gate and for up it has a tile of B (R, columns) and 16 rows of x @ A.T in 16 bits, with R
+    padded to a power of two. No other kernel's need depends more on the rank.
     """
     R = max(16, triton.next_power_of_2(rank))
     return 2 * 2 * R * (columns + 16) / 1024
@@ -119,10 +119,10 @@ def check_rank(rank: int, device: torch.device) -> None:
 
 
 def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
-    """How attention_kernel cuts up a step of `pairs` = rows * key-value heads.
+    """How attention_kernel divides a step of `pairs` = rows * key-value heads.
 
-    tile_siblings: how many rows' queries fit a program's tile. wide_steps_fit: whether shared
-    memory holds a step of 128 tokens, which takes 128 KiB with heads of 128.
+    tile_siblings: how many rows' queries fit a program's tile. wide_steps_fit: whether a step of
+    128 tokens, which takes 128 KiB with heads of 128, fits in shared memory.
     """
     # Up to 64 pairs are too few programs for an H200's 132 multiprocessors, so several share a row.
     # With more pairs that costs more than it saves: joining, and programs with nothing to do.
@@ -134,7 +134,7 @@ def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> Atte
     if pairs <= 264:
         return AttentionPlan(1, 1, 4, 16)
     # Siblings read their prefix together (FlashInfer's cascade), which pays where the L2 cannot
-    # keep up. But each makes a program longer, and two programs a multiprocessor must be left.
+    # keep up. But each makes a program longer, and two programs per multiprocessor must remain.
     siblings = min(tile_siblings, triton.next_power_of_2(triton.cdiv(pairs, 264)))
     return AttentionPlan(1, siblings, 4, 16)
 
@@ -159,15 +159,15 @@ def launch_matmul(linear: Linear, x: torch.Tensor, decode_matmul: Callable) -> U
 class GraphStore(dict):
     """key -> a function that replays a CUDA graph.
 
-    All graphs were captured under the same `settings`: whatever they depend on beside the key. When
-    the settings change, all graphs are dropped.
+    All graphs were captured under the same `settings`: whatever they depend on besides the key.
+    When the settings change, all graphs are dropped.
     """
     settings = None
     pool = None  # of the activations' memory: one for all graphs, since no two run at once
     stream = None  # of captures: one for all, since cuBLAS keeps 32 MiB for each stream
 
     def get_for(self, settings: Hashable, key: Hashable, launch: Callable) -> Callable:
-        """The replay of the graph `key`; captured from launch() where there is none."""
+        """The replay of the graph `key`, captured from launch() if there is none yet."""
         if settings != self.settings:
             self.clear()
             self.pool = None  # a pool without graphs cannot be used again
@@ -178,7 +178,7 @@ class GraphStore(dict):
 
     def capture(self, launch: Callable) -> Callable:
         """Records launch() -> the graph's replay. What launch() returns lives as long as the graph:
-        tensors that the graph writes to and nobody else holds.
+        tensors that the graph writes to and nobody else references.
         """
         if not torch.cuda.is_available():  # in Triton's interpreter
             return launch
@@ -196,7 +196,7 @@ class GraphStore(dict):
 
 class GraphEngine(TorchEngine):
     """sampler.TorchEngine's fast twin. kernels: see decode_matmul_for. UserError for a model whose
-    sizes the kernels do not take.
+    sizes the kernels do not support.
     """
     window = WINDOW
     prefill_ahead = PREFILL_SIZES[-1] // KV_BLOCK - 1  # one prefix of a graph is of spare tokens
@@ -204,14 +204,14 @@ class GraphEngine(TorchEngine):
     def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None = None):
         c = model.config
         if c.head_dim not in (64, 128):
-            raise UserError(f"heads of size {c.head_dim}: the GPU's kernels take 64 and 128")
+            raise UserError(f"heads of size {c.head_dim}: the GPU's kernels support 64 and 128")
         sizes = c.width, c.feed_forward, c.heads * c.head_dim
         if any(size % TILE_SIDE for size in sizes):
             raise UserError(f"width, feed-forward and heads x head size are {sizes}: the GPU's "
-                            f"kernels take multiples of {TILE_SIDE}")
+                            f"kernels support multiples of {TILE_SIDE}")
         if c.heads // c.kv_heads > QUERY_TILE:
             raise UserError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
-                            f"kernels take at most {QUERY_TILE} on each")
+                            f"kernels support at most {QUERY_TILE} on each")
         if model.adapter:
             check_rank(model.adapter.rank, kv.device)
         super().__init__(model, kv, max_rows)
@@ -232,7 +232,7 @@ class GraphEngine(TorchEngine):
         self.state = RowState(*self.rows)
         self.nobody = zeros(len(RowState._fields), 1)  # a spare row: it reads and writes block 0
         self.nobody[RowState._fields.index("siblings")] = 1
-        self.table = None  # (max_rows, width), made at the first call, which tells the width
+        self.table = None  # (max_rows, width), made at the first call, when the width is known
         self.ends = zeros(MAX_END_IDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
@@ -281,8 +281,8 @@ class GraphEngine(TorchEngine):
 
     @torch.no_grad()
     def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
-        """As TorchEngine.prefill. A short prefill is a graph: launching its 90 kernels a layer from
-        Python takes longer than they do.
+        """As TorchEngine.prefill. A short prefill is a graph: launching its 90 kernels per layer
+        from Python takes longer than they do.
         """
         # A graph has a fixed number of tokens and of prefixes. Spare tokens become one more prefix,
         # which goes to block 0; spare prefixes are empty. There are only size / 32 prefixes in all,
@@ -312,7 +312,7 @@ class GraphEngine(TorchEngine):
         self.prefills.get_for(self.adapter_key(), size, launch)()
 
     def graph(self, size: int, sampling: Sampling) -> Callable:
-        """What runs one step of `size` rows."""
+        """The function that runs one step of `size` rows."""
         # All are spare rows until decode() fills them in: capturing a graph runs a step, which must
         # not touch a running row's cache.
         self.rows[:, :size] = self.nobody
@@ -324,7 +324,7 @@ class GraphEngine(TorchEngine):
         return run
 
     def adapter_key(self) -> Adapter | None:
-        """The adapter whose addresses a graph holds; None: no adapter is on."""
+        """The adapter whose addresses a graph contains; None: no adapter is on."""
         # Not its address, which another adapter may get once this one is freed.
         adapter = self.model.adapter
         return adapter if adapter is not None and adapter.enabled else None
@@ -364,7 +364,7 @@ class GraphEngine(TorchEngine):
                 launch_matmul(linear, x, self.matmul), n, resid, into(norm), tile, rows,
                 num_warps=warps, **pdl)
 
-        # Launched without launch_pdl, this kernel begins after the whole previous step. It starts
+        # Launched without launch_pdl, this kernel begins after the entire previous step. It starts
         # the chain that kernels.py describes, in which any kernel may read the rows' state before
         # it waits.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
@@ -395,7 +395,7 @@ class GraphEngine(TorchEngine):
         """Launches the head and the draw, from the final norm's x * w (n, D) and its squares."""
         n = len(xw)
         V = self.model.live_vocab
-        # The whole head, though only V of its rows are tokens: cuBLAS could not align rows of
+        # The full head, though only V of its rows are tokens: cuBLAS could not align rows of
         # 151,665 fp32 numbers.
         logits = mm_fp32(xw, self.model.lm_head.T)
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)

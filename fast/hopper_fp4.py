@@ -4,7 +4,7 @@ The decode matmul of marlin_fp4.py again, faster, only for Hopper (sm_90).
 Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result,
 up to the order of fp32 sums. What Hopper adds:
 
-- A copy engine (TMA). One instruction copies a whole tile to shared memory, and a barrier completes
+- A copy engine (TMA). One instruction copies a full tile to shared memory, and a barrier completes
   when its bytes have arrived. One warp of a program only requests tiles.
 - wgmma. The tensor cores compute a product while the four warps that began it continue. W comes
   from registers, where it has just been decoded, and x from shared memory.
@@ -59,7 +59,7 @@ from marlin_fp4 import (
 
 A_SIDE = tl.constexpr(A_TILE)
 # Rows of x up to which a finished piece leaves through shared memory, by the copy engine. A larger
-# one does not fit beside the ring and is stored from registers.
+# one does not fit next to the ring and is stored from registers.
 MAX_COPIED_ROWS = tl.constexpr(64)
 
 # Layouts in shared memory, swizzled so that no two lanes of a load meet in one bank: rows of x and
@@ -305,7 +305,7 @@ def hopper_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    # This program's tiles: `length` from `first` on, as far as they are below `limit`.
+    # This program's tiles: `length` from `first` on, as long as they are below `limit`.
     pid = gl.program_id(0)
     is_a = pid < a_programs
     first = (pid - a_programs) * stripe_length

@@ -12,23 +12,23 @@ adapter's x @ A.T. The kernel that reads them finishes the linear:
 
     y = (sum of W's slabs) * scale  +  round(sum of A's slabs) @ b.T
 
-It adds the slabs that hold something, in order, and rounds where model.py rounds.
+It adds the slabs that were written, in order, and rounds where model.py rounds.
 
 RMSNorm without a pass over the row. 1/rms needs a complete row, and no program here sees one. So a
 norm is split in two, as model.py explains: the kernel before a matmul writes x * w and the sum of
 squares of its own columns; the kernel after the matmul adds those sums up and multiplies by 1/rms.
 
 Programmatic dependent launch (PDL, from sm_90 on). Launching takes longer than many of these
-kernels. So each kernel allows the next to be launched as its first act, and before it waits for the
-end of the previous one it loads what no kernel of the step writes: weights and the rows' state.
+kernels. So each kernel first allows the next one to be launched, and before it waits for the end of
+the previous one it loads what no kernel of the step writes: weights and the rows' state.
 
     kernel 1   [let_next_kernel_start | load weights | wait | work .......... ]
     kernel 2             [let_next_kernel_start | load weights | wait ........ | work ...... ]
 
 Two rules keep this correct. Before its wait a kernel loads nothing that an earlier kernel of the
 step writes. And every kernel waits, even if it reads nothing of the previous one: only then have
-all earlier kernels ended once kernel n is past its wait. embed_kernel is launched without PDL,
-after the whole previous step, and so starts the chain.
+all earlier kernels ended once kernel n is past its wait. embed_kernel starts the chain: it is
+launched without PDL, after the entire previous step.
 
 Tensors are row-major, and contiguous unless a stride is named. Rows past M are masked.
 
@@ -62,9 +62,9 @@ class UnfinishedLinear(NamedTuple):
     b: tl.tensor            # (N, R)                LoRA's B, times alpha / rank
     N: tl.tensor
     width: tl.tensor        # columns of a slab: N + R, rounded up
-    k_tiles: tl.tensor      # these two tell how many slabs hold a piece of a column of W:
+    k_tiles: tl.tensor      # these two tell how many slabs have a piece of a column of W:
     stripe: tl.tensor       # marlin_fp4.w_pieces
-    a_pieces: tl.tensor     # slabs that hold a piece of x @ A.T
+    a_pieces: tl.tensor     # slabs that have a piece of x @ A.T
     S: tl.constexpr
     R: tl.constexpr         # 0: no adapter
 
@@ -161,7 +161,7 @@ class LogitChunks(NamedTuple):
 @triton.jit
 def load_linear(y: UnfinishedLinear, first, BN: tl.constexpr):
     """Loads what finishes BN columns from `first` on, all in one band of the matmul -> the columns,
-    their scale, b (R padded to a power of two, BN), how many slabs hold a piece of them.
+    their scale, b (R padded to a power of two, BN), how many slabs have a piece of them.
 
     A step writes none of this, so kernels call it before they wait.
     """
@@ -707,7 +707,7 @@ def swiglu_kernel(
 #                            0    0.1   0.5   ^    0.8    1
 #     in the third chunk     target 0.62 - 0.5 = 0.12: the token at which its own terms pass 0.12
 #
-# So only one chunk of the logits is read twice. sampler.draw_tokens does the same to a whole row.
+# So only one chunk of the logits is read twice. sampler.draw_tokens does the same to the full row.
 
 @triton.jit
 def logit_scale(logits: LogitChunks, row):
@@ -820,8 +820,8 @@ def pick_kernel(
 # -----------------------------------------------------------------------------
 # The learner's twins
 #
-# Each has the name and arguments of the function that it replaces, whose docstring says what it
-# computes; these say what makes it fast.
+# Each has the name and arguments of the function that it replaces. That function's docstring says
+# what is computed, these say what makes it fast.
 
 @cache
 def compiled(function: Callable) -> Callable:
@@ -1020,7 +1020,7 @@ def softmax_at_kernel(
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
         # Masked by V, not by `live`, which is odd (151,665): an odd bound would split loads of 16
-        # bytes into loads of 4. The next line takes out what is past it.
+        # bytes into loads of 4. The next line removes what is past it.
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
         logit = tl.where(col < live, logit, LOWEST)
         higher = tl.maximum(top, logit)

@@ -1,4 +1,4 @@
 """What any trainer needs: settings, data, files, checkpoints, ranks, console.
 
-Nothing here is QeRL's own idea, and nobody needs to read it to learn QeRL.
+Nothing here is specific to QeRL, and you can learn QeRL without reading it.
 """

@@ -17,11 +17,11 @@ Settings never change once they are made. A file of settings is JSON, flag name 
     the command line
 
 A value that is not allowed is refused, whatever its source. Two things never come from a file:
-settings of the machine and the folder (`place`), and a function to run, module:function, unless the
-command line names it too.
+settings of the machine and the folder (`place`), and a function to run (module:function), unless
+the command line names it too.
 
-The help texts name other defaults: "paper" is QeRL (arXiv 2510.11696; Table 4, GSM8K), "release" is
-the authors' code (NVlabs/QeRL).
+The help texts also give two other sources' defaults: "paper" is QeRL (arXiv 2510.11696; Table 4,
+GSM8K), "release" is the authors' code (NVlabs/QeRL).
 """
 import argparse
 import dataclasses
@@ -45,8 +45,8 @@ TINY_MODEL = Path(__file__).parent.parent / "tiny"
 def setting(default, text: str, allowed: str = "", choices=None, place: bool = False):
     """One setting, as a dataclass field.
 
-    allowed: an interval as in mathematics, "(0, 1]"; choices: the allowed values. place: the
-    setting belongs to the machine or the folder of a run, so no file holds it.
+    allowed: an interval in mathematical notation, "(0, 1]"; choices: the allowed values. place: the
+    setting belongs to the machine or the run folder, so it is never read from a file.
     """
     if default is not None and "(default:" not in text:
         text += f" (default: {default})"
@@ -74,7 +74,7 @@ class General:
 class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
-                         "(default: the bundled model, with defaults of its own)")
+                         "(default: the bundled model, which has its own defaults)")
     train: str = setting("lora", "lora: an adapter on frozen weights; full: every weight of a "
                          "16-bit model, by default with --base bf16 and --lr 3e-6",
                          choices=("lora", "full"))
@@ -117,8 +117,8 @@ class Rollout:
                                   "need more (paper: 4096)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
                                  "(Table 4)", "[0.001, 1000]")
-    max_rows: int | None = setting(None, "answers decoded at a time, at most (default: 512 if "
-                                   "they fit, else 256)", MAX_ROWS)
+    max_rows: int | None = setting(None, "most answers decoded at a time (default: 512 if they "
+                                   "fit, else 256)", MAX_ROWS)
 
 
 @dataclass(frozen=True)
@@ -230,13 +230,13 @@ FIELDS = {field.name: field for section in dataclasses.fields(Settings)
 assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
 
 
-# The bundled model, which a run without --model takes, learns arithmetic, with sizes and a rate for
+# Without --model a run trains the bundled model on arithmetic, with sizes and a learning rate for
 # two CPU cores.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
                      max_new_tokens=48, lr=5e-4)
 
 
-# --train full has other defaults than an adapter.
+# Defaults of --train full: it needs a much lower learning rate than an adapter.
 FULL_DEFAULTS = dict(base="bf16", lr=3e-6)
 
 
@@ -244,30 +244,29 @@ FULL_DEFAULTS = dict(base="bf16", lr=3e-6)
 # From the command line and from files
 
 def number(kind: type, interval: str) -> Callable[[str], float]:
-    """-> an argparse type: an int or a float in an interval, written as in mathematics: "(0, 1]".
-    """
+    """-> an argparse type: an int or a float in an interval such as "(0, 1]"."""
     low, high = map(float, interval[1:-1].split(","))
 
     def read(text):
         value = kind(text)
         inside = low < value < high or (value == low and interval[0] == "[") \
             or (value == high and interval[-1] == "]")
-        if not inside:                           # NaN is in none
-            raise argparse.ArgumentTypeError(f"must lie in {interval}, got {text}")
+        if not inside:                           # NaN never is
+            raise argparse.ArgumentTypeError(f"must be in {interval}, got {text}")
         return value
     read.__name__ = kind.__name__                # argparse says "invalid int value"
     return read
 
 
 def type_of(field: dataclasses.Field) -> type:
-    """int for a field of type int, and for one of type int | None."""
+    """int for a field of type int or int | None."""
     return (*typing.get_args(field.type), field.type)[0]
 
 
 def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argparse.SUPPRESS,
              text: str | None = None) -> None:
-    """Adds the flag of a setting, with its type, range and choices; a program may have a default
-    and a help text of its own. SUPPRESS: the parser returns it only if it is given.
+    """Adds the flag of a setting, with its type, range and choices; a program may set its own
+    default and help text. SUPPRESS: the parser returns it only if it is given.
     """
     field = FIELDS[name]
     about, kind = field.metadata, type_of(field)
@@ -278,7 +277,7 @@ def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argpa
 
 def add_flags(parser: argparse.ArgumentParser, places: bool) -> None:
     """Adds the flags of all settings, each class under its docstring as a title. places False:
-    without those of `place`.
+    without the `place` settings.
     """
     for section in dataclasses.fields(Settings):
         group = parser.add_argument_group(section.type.__doc__)
@@ -304,10 +303,9 @@ def new_parser() -> argparse.ArgumentParser:
 
 # What a run.json holds besides settings.
 NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "memory_plan"}
-# The settings that may name a function of the user's.
+# The settings that may name a user's function.
 NAME_FUNCTIONS = "prompt_style", "reward"
-# Paths that may differ when a run is resumed: problems_sha256 and weights_sha256 compare the
-# contents.
+# Paths that may change when a run is resumed: problems_sha256 and weights_sha256 compare contents.
 MAY_MOVE = "model", "data", "eval_data"
 
 
@@ -319,7 +317,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     given = vars(new_parser().parse_args(argv))
     path, resume = given.pop("config"), given.pop("resume")
     if resume and (path or "out" not in given):
-        raise UserError("--resume takes the settings of the run in --out: give --out, and no "
+        raise UserError("--resume uses the settings of the run in --out: give --out and no "
                         "--config")
     if resume:
         path = Path(given["out"]) / "run.json"
@@ -340,8 +338,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
         values |= shape_of(values["adapter"], given)
     for name in sorted(vars(Noise()).keys() & given.keys()):
         if given[name] and not values["sigma_start"] and not resume:
-            raise UserError(f"{option(name)} {given[name]}: --sigma-start is 0, so there is no "
-                            "noise")
+            raise UserError(f"{option(name)} {given[name]}: --sigma-start is 0, so noise is off")
     settings = Settings.of(values | {"out": str(run_folder(values))})
     check_together(settings)
     return settings, file if resume else None
@@ -355,8 +352,8 @@ class FileParser(argparse.ArgumentParser):
 
 
 def settings_in(file: dict, path: str | Path | None) -> dict:
-    """The settings in a file's content. UserError names a key that is not a setting, or a value
-    that its flag could not have.
+    """The settings in a file's content. UserError for a key that is not a setting, or a value that
+    its flag does not allow.
     """
     parser = FileParser(prog=str(path), add_help=False, allow_abbrev=False)
     add_flags(parser, places=False)
@@ -366,8 +363,8 @@ def settings_in(file: dict, path: str | Path | None) -> dict:
 
 
 def require_repeated(held: dict, given: Collection[str], path: str | Path | None) -> None:
-    """UserError if a file names a function and the command line does not: a run folder or a recipe
-    from somebody else must not choose what code runs here.
+    """UserError if a file names a function and the command line does not: somebody else's run
+    folder or recipe must not choose what code runs here.
 
     held: the file's settings. given: names of the flags on the command line.
     """
@@ -384,12 +381,12 @@ def flags_to_repeat(held: dict) -> list[str]:
 
 
 def shape_of(adapter: str, given: dict) -> dict:
-    """Rank and alpha of --adapter, which become the run's. UserError if a flag gives others."""
+    """Rank and alpha of --adapter, which become the run's. UserError if a flag contradicts them."""
     shape = read_peft_config(adapter)._asdict()
     for name, value in shape.items():
         if given.get(name, value) != value:
-            raise UserError(f"{option(name)} is {given[name]}, --adapter {adapter} has {value}: a "
-                            "run takes over its adapter's rank and alpha")
+            raise UserError(f"{option(name)} {given[name]}: --adapter {adapter} has {value}, and "
+                            "it sets the run's rank and alpha")
     return shape
 
 
@@ -404,16 +401,15 @@ def without_places(values: dict) -> dict:
 
 
 def with_absolute_paths(values: dict) -> dict:
-    """With absolute paths of a run's inputs, so that it can be resumed from another folder."""
+    """With absolute paths to a run's inputs, so that it can be resumed from another folder."""
     folders = [name for name in ("model", "adapter") if Path(values.get(name) or "?").is_dir()]
     files = [name for name in ("data", "eval_data") if (values.get(name) or "?").endswith(SUFFIXES)]
     return values | {name: str(Path(values[name]).absolute()) for name in folders + files}
 
 
 def settings_of_run(folder: str | Path) -> Settings:
-    """The settings of a run; `model` is the one that its adapter belongs to: OUT/base if the run
-    calibrated. It is OUT/model if all weights were trained. UserError if its run.json does not hold
-    them.
+    """The settings of a run. `model` is the one that its adapter belongs to: OUT/base if the run
+    calibrated, OUT/model if it trained all weights. UserError if its run.json lacks them.
     """
     path = Path(folder) / "run.json"
     held = settings_in(read_json(path), path)
@@ -434,31 +430,31 @@ def run_folder(values: dict) -> Path:
 
 
 def check_together(settings: Settings) -> None:
-    """UserError for settings that are not allowed together."""
+    """UserError for settings that exclude each other."""
     model, rollout, noise = settings.model, settings.rollout, settings.noise
     updates = settings.optim.updates_per_rollout
     if 0 < noise.sigma_start < noise.sigma_end:
-        raise UserError(f"--sigma-end must lie in (0, {noise.sigma_start}], the --sigma-start, "
-                        f"got {noise.sigma_end}")
+        raise UserError(f"--sigma-end must be at most --sigma-start {noise.sigma_start}, got "
+                        f"{noise.sigma_end}")
     if updates > rollout.prompts_per_step:
-        raise UserError("--updates-per-rollout must lie in [1, --prompts-per-step], which is "
+        raise UserError("--updates-per-rollout must be at most --prompts-per-step "
                         f"{rollout.prompts_per_step}, got {updates}")
     if model.calibrate and model.base != "nvfp4":
         raise UserError(f"--calibrate {model.calibrate} is for NVFP4, --base is {model.base}")
     if model.train == "full" and (model.base != "bf16" or model.adapter
                                   or settings.objective.kl_beta):
-        raise UserError("--train full trains the 16-bit weights themselves and keeps no copy of "
-                        "them: it takes neither a 4-bit --base, nor an --adapter (merge it first: "
-                        "tools.convert), nor a --kl-beta")
+        raise UserError("--train full trains the 16-bit weights in place and keeps no copy: it "
+                        "cannot be combined with a 4-bit --base, --kl-beta or --adapter (merge "
+                        "the adapter first: tools.convert)")
 
 
 def check_resumed(given: dict, file: dict, held: dict, path: Path) -> None:
-    """UserError unless run.json has all settings of a run, and no flag has another value than it.
-    Only --steps may grow, and MAY_MOVE. file: run.json's content, held: the settings in it.
+    """UserError unless run.json has all settings of a run and no flag contradicts it. Only --steps
+    may grow, and MAY_MOVE may change. file: run.json's content; held: the settings in it.
     """
     for name in without_places(FIELDS):
         if name not in file:
-            raise UserError(f"{path}: has no {name}, so it is not what a run wrote")
+            raise UserError(f"{path}: has no {name}, so no run wrote it")
         had = held.get(name)
         grows = name == "steps" and given.get(name, had) > had
         if given.get(name, had) != had and not grows and name not in MAY_MOVE:

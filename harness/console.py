@@ -1,15 +1,14 @@
 """
-What a run prints, from rank 0 alone.
+What a run prints, on rank 0 only.
 
-    greet(settings, problems, held_out, device)  # the first line: what is learned, from what, where
+    greet(settings, problems, held_out, device)  # the first line: model, data, sizes, device
     tell(settings, metrics, updates)             # after every step, before its evaluation
     farewell(settings)                           # the result
 
     watch = Watch(settings)
     watch.see(metrics, updates)                  # after every step: it warns, or ends the run
 
-Not here: a reward that rises while the answers get worse. Only reading them shows that:
-`python -m tools.report`.
+Not here: reward hacking. To notice it, read the answers: `python -m tools.report`.
 """
 from pathlib import Path
 
@@ -22,38 +21,38 @@ from ranks import RANK, WORLD, gather, say
 # -----------------------------------------------------------------------------
 # Is anything being learned?
 
-PATIENCE = 20                                    # steps in a row that make a warning, or end a run
+PATIENCE = 20                                    # bad steps in a row before it warns or stops
 
 
 class Watch:
-    """Ends a run whose updates are all skipped, and warns of one that finds nothing to learn.
+    """Ends a run whose updates are all skipped, and warns if there is nothing to learn.
 
-    It counts from 0 in a resumed run.
+    A resumed run counts from 0 again.
     """
-    # A run without a finite update in PATIENCE steps cannot recover: its adapter stays as it is.
-    # Anything else may get better by itself, so it is only a warning.
+    # Without a finite update in PATIENCE steps a run cannot recover: its adapter never changes.
+    # Anything else may recover, so it only warns.
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.skipped = 0                         # steps in a row whose updates were all skipped
-        self.idle = 0                            # steps in a row without a group that teaches
+        self.idle = 0                            # steps in a row without a group to learn from
 
     def see(self, metrics: dict, updates: list) -> None:
         """Stopped after PATIENCE steps whose updates were all skipped.
 
-        metrics: the step's line of metrics.jsonl; updates: what Learner.update() returned in it.
+        metrics: the step's line of metrics.jsonl; updates: what Learner.update() returned.
         """
         self.skipped = self.skipped + 1 if all(update.failure for update in updates) else 0
         self.idle = self.idle + 1 if metrics["groups"] == 0 else 0
         if self.skipped == PATIENCE:
             gather([])                           # when one rank ends, torchrun ends all
-            raise Stopped(f"for {PATIENCE} steps every update was skipped ({updates[-1].failure}): "
-                          f"--lr {self.settings.optim.lr} may be too high, or a --reward too large",
-                          "")
+            raise Stopped(f"every update of {PATIENCE} steps was skipped ({updates[-1].failure}): "
+                          f"--lr {self.settings.optim.lr} may be too high, or the --reward too "
+                          "large", "")
         if self.idle and self.idle % PATIENCE == 0:
-            say(f"for {self.idle} steps no group had a learning signal: all answers to a problem "
-                f"had the same reward ({metrics['accuracy']:.0%} were right) or were left out "
-                f"({metrics['truncated']:.0%} were cut at --max-new-tokens); --data may be too "
+            say(f"nothing to learn for {self.idle} steps: in every group all answers had the same "
+                f"reward ({metrics['accuracy']:.0%} right) or were left out "
+                f"({metrics['truncated']:.0%} cut off at --max-new-tokens); --data may be too "
                 "easy or too hard for this model")
 
 
@@ -61,16 +60,16 @@ class Watch:
 # What a run prints
 
 def greet(settings: Settings, problems: list, held_out: list, device: torch.device) -> None:
-    """The first line of a run: what is learned, from what, where."""
+    """The first line of a run: model, data, sizes, device, folder."""
     model, rollout = settings.model, settings.rollout
     on = f"{WORLD} x {device.type}" if WORLD > 1 else device.type
     no_gpu = "" if torch.cuda.is_available() else " (torch sees no GPU)"
     weights = "all weights trained" if model.train == "full" else f"frozen {model.base} weights"
-    say(f"{model.model}, with {weights}, learns {settings.data.data} "
-        f"({counted(len(problems), 'problem')}, and {len(held_out):,} held out): "
+    say(f"training {model.model} ({weights}) on {settings.data.data} "
+        f"({counted(len(problems), 'problem')}, {len(held_out):,} held out): "
         f"{counted(settings.general.steps, 'step')} of "
         f"{counted(rollout.prompts_per_step, 'problem')} x "
-        f"{counted(rollout.group_size, 'answer')} on {on}{no_gpu}; writes {settings.general.out}")
+        f"{counted(rollout.group_size, 'answer')} on {on}{no_gpu}, to {settings.general.out}")
 
 
 def tell(settings: Settings, metrics: dict, updates: list) -> None:
@@ -82,7 +81,7 @@ def tell(settings: Settings, metrics: dict, updates: list) -> None:
     step, steps, seconds = metrics["step"] + 1, settings.general.steps, metrics["seconds"]
     for update in updates:
         if update.failure:
-            say(f"step {step}: {update.failure}: this update was skipped")
+            say(f"step {step}: update skipped ({update.failure})")
     # Without a --reward it is the accuracy.
     reward = f"reward {metrics['reward']:.3g}, " if settings.data.reward else ""
     left = f", {duration((steps - step) * seconds)} to go" if step < steps else ""
@@ -92,14 +91,14 @@ def tell(settings: Settings, metrics: dict, updates: list) -> None:
 
 
 def farewell(settings: Settings) -> None:
-    """Prints where the run is, what it changed, how long it took, and how to read it."""
+    """Prints where the run is, how accuracy changed, how long it took, and what to run next."""
     if RANK > 0:
         return
     folder = Path(settings.general.out)
     metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
     key = "eval_reward" if settings.data.reward else "eval_accuracy"
     held_out = [f"{row[key]:.3f}" for row in metrics if row.get(key) is not None]
-    change = " -> ".join([*held_out[:1], *held_out[1:][-1:]])        # of the first and the last
+    change = " -> ".join([*held_out[:1], *held_out[1:][-1:]])        # the first and the last
     changed = f"; held-out {key[5:]} {change}" if change else ""
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
     peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""

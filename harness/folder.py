@@ -1,17 +1,17 @@
 """
-The folder of a run: who may write there, its logs, and checkpoints that survive any end.
+The folder of a run: who may write there, its logs, and crash-safe checkpoints.
 
     runs/x/run.json                                the flags, and what ran them
-          /metrics.jsonl, samples.jsonl            one line a step, one line a completion
-          /held_out.jsonl                          one line a completion of an evaluation
+          /metrics.jsonl, samples.jsonl            one line per step, one line per completion
+          /held_out.jsonl                          one line per completion of an evaluation
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
                                   /state.json            the counters, one SHA-256 of both files
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
-          /model/, models/NAME/                    with --train full in their place: model folders
+          /model/, models/NAME/                    model folders instead, with --train full
 
-Training changes its tensors in place, one after the other, in the middle of a step. If they were
-saved at that point, half would be of one step and half of the next. So at the end of each step
-`Checkpoints` copies them to the host's memory, and files are written only from that copy:
+Training changes its tensors in place, one after the other, in the middle of a step. Saved at that
+point, half of them would belong to one step and half to the next. So at the end of each step
+`Checkpoints` copies them to host memory, and files are written only from that copy:
 
     |<------------------ step 7 ------------------>|<------------------ step 8 -----------
     | sample, score, update | logs | copy | (save) | sample, score, update | logs | copy | ...
@@ -19,20 +19,20 @@ saved at that point, half would be of one step and half of the next. So at the e
                                       ^
        left of it the copy is step 6, | right of it step 7
 
-If Python notices the end of the run (a signal, an error, a lost rank), the copy is saved on the way
-out. This needs neither the other ranks nor the GPU, which may be stuck. So a signal need not wait
-for the end of the step: a cluster may give 30 seconds, and a step may take longer.
+If Python sees the run end (a signal, an error, a lost rank), the copy is saved on the way out. This
+does not involve the other ranks or the GPU, which may be stuck, and a signal does not wait for the
+end of the step: a cluster may give 30 seconds, and a step may take longer.
 
-If Python cannot notice the end (SIGKILL, a power cut), the steps since the last save are lost.
-Their log lines are on disk already: the logs are synced before the copy is made. So the logs are
-ahead of the newest checkpoint or equal to it, never behind. --resume cuts the logs back to the
-checkpoint and does those steps again, with the same bits: noise, order and sampling are functions
-of the seed and the counters, so there is no random generator whose state would have to be saved.
+If Python cannot see it (SIGKILL, a power cut), the steps since the last save are lost, but not
+their log lines: logs are synced to disk before the copy is made, so they are never behind the
+newest checkpoint. --resume cuts the logs back to the checkpoint and repeats those steps bit for
+bit: noise, order and sampling are functions of the seed and the counters, so there is no random
+generator whose state would have to be saved.
 
-A crash while saving leaves the whole new checkpoint or none of it (files.new_folder). The last two
+A crash while saving leaves a complete new checkpoint or none (files.new_folder). The last two
 checkpoints are kept, in case the newest is damaged later.
 
-The copy takes 50 ms a step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
+The copy takes 50 ms per step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
 """
 import hashlib
 import json
@@ -50,7 +50,7 @@ import torch
 
 import env
 from files import (
-    FIX_AND_GO_ON,
+    FIX_AND_CONTINUE,
     Stopped,
     UserError,
     append_lines,
@@ -67,7 +67,7 @@ try:
 except ImportError:                              # Windows has no such locks
     fcntl = None
 
-# While training, Ctrl-C saves the last step as the other signals do.
+# While training, Ctrl-C saves the last step, as the other signals do.
 STOP_SIGNALS = [*env.SIGNALS, signal.SIGINT]
 
 Tensors = dict[str, torch.Tensor]
@@ -80,45 +80,45 @@ Tensors = dict[str, torch.Tensor]
 def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterator[None]:
     """Within, whatever ends the program early calls save() first.
 
-    save() returns a part of the message: "step 7 is saved". advice(then) says how the run can go
-    on, if it can; `then` is Stopped.then. A bug keeps its traceback. Any other end prints one line
-    and exits with code 1:
+    save() returns a part of the message: "step 7 is saved". advice(then) says how to continue the
+    run, if possible; `then` is Stopped.then. A bug keeps its traceback. Any other end prints one
+    line and exits with code 1:
 
         train.py: stopped by SIGTERM; step 7 is saved; continue with --resume --out runs/x
 
-    Rank 0 prints it. Another rank prints a line only for an error that it alone may have met, such
-    as one of --reward: about that error rank 0 learns only that a rank is lost.
+    Rank 0 prints it. Another rank prints a line only for an error that may be its own, such as one
+    of --reward: rank 0 only sees that a rank is lost.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, env.stop_on_signal)
     try:
         yield
     except BaseException as error:
-        # torchrun repeats its SIGTERM. From here on nothing can interrupt the saving except
-        # SIGKILL, which torchrun sends after 30 seconds.
+        # torchrun repeats its SIGTERM. From here on only SIGKILL can interrupt the saving; torchrun
+        # sends it after 30 seconds.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         try:
             saved = save()
         except OSError as failure:
-            saved = f"the last step cannot be saved ({failure}), earlier checkpoints are whole"
+            saved = f"the last step cannot be saved ({failure}); earlier checkpoints are intact"
         if not isinstance(error, (Stopped, UserError, OSError, torch.OutOfMemoryError)):
             raise
-        then = getattr(error, "then", FIX_AND_GO_ON)
+        then = getattr(error, "then", FIX_AND_CONTINUE)
         if RANK == 0:
-            told = "; ".join(filter(None, (first_line(error), saved, advice(then))))
-            env.end_with(f"train.py: {told}")
-        if then == FIX_AND_GO_ON:
+            message = "; ".join(filter(None, (first_line(error), saved, advice(then))))
+            env.end_with(f"train.py: {message}")
+        if then == FIX_AND_CONTINUE:
             env.end_with(f"train.py: rank {RANK}: {first_line(error)}")
         env.end_at_once(1)
 
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
-    """Within, a signal is only noted down; it takes effect when the block ends.
+    """Within, a signal is only recorded; it takes effect when the block ends.
 
-    It is for the block in which the logs, the copy and the checkpoint move on to a new step. If the
-    run ended between two of these, it would save step 7 with the log lines of step 8.
+    For the block in which the logs, the copy and the checkpoint advance to a new step. A run that
+    ended between two of these would save step 7 with the log lines of step 8.
     """
     arrived = []
     before = [signal.signal(number, lambda n, _: arrived.append(n)) for number in STOP_SIGNALS]
@@ -136,10 +136,10 @@ def signals_wait() -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
-    """Makes --out this run's own, for as long as its process lives.
+    """Reserves --out for this run until its process ends.
 
-    UserError if it is not empty, or another process writes there. The block sets up the run. If
-    it fails, a new run leaves an empty folder, without the calibrated base that may be in it.
+    UserError if it is not empty or another process writes there. The block sets up the run. If it
+    fails, a new run leaves an empty folder: a calibrated base that it wrote there is removed.
     """
     if RANK == 0:
         claim(folder, resume)
@@ -152,16 +152,16 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def claim(folder: Path, resume: bool) -> None:
-    """Makes a folder and locks it until the process ends. UserError if there can be no such folder,
-    another run has the lock, or a new run would find something in it.
+    """Creates a folder and locks it until the process ends. UserError if that fails, another run
+    has the lock, or the folder of a new run is not empty.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {folder}: there can be no such folder ({error.strerror})") from None
+        raise UserError(f"--out {folder}: cannot create this folder ({error.strerror})") from None
     if fcntl:
-        # The lock belongs to the open handle, which therefore stays open on purpose. The system
-        # drops the lock whenever the process ends, so unlike a lock file it cannot be left over.
+        # The lock belongs to the open handle, which is left open on purpose. The system releases it
+        # whenever the process ends, so unlike a lock file it cannot be left over.
         try:
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -171,26 +171,26 @@ def claim(folder: Path, resume: bool) -> None:
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = ", or --resume it" if "run.json" in found else ""
-        raise UserError(f"--out {folder} is not empty, it has {found[0]}: choose another folder"
-                        f"{advice}")
+        raise UserError(f"--out {folder} is not empty, it contains {found[0]}: choose another "
+                        f"folder{advice}")
 
 
 # -----------------------------------------------------------------------------
 # Checkpoints
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders of all checkpoints, in the order of their steps. A copy that the user made under
-    a longer name is not one of them.
+    """The folders of all checkpoints, in the order of their steps. A user's copy under a longer
+    name does not count.
     """
     found = [path for path in folder.glob("step_*") if path.name[5:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 class Checkpoints:
-    """The last whole step in memory, and its way to the disk and back.
+    """The last complete step in memory, and its way to disk and back.
 
-    tensors: name -> copy on the host; counters: name -> number, or what else JSON keeps as it is,
-    {} before the first whole step. result: see RunFolder.
+    tensors: name -> copy on the host; counters: name -> number (or anything that JSON preserves),
+    {} before the first complete step. result: see RunFolder.
     """
 
     def __init__(self, folder: Path, live: Tensors, result: str = "adapter"):
@@ -203,16 +203,16 @@ class Checkpoints:
 
     def snapshot(self, live: Tensors, counters: dict) -> None:
         """Copies the live tensors and the counters at the end of a step."""
-        # A tuple, say, would come back as a list. Large state belongs in the tensors.
+        # A tuple would come back as a list. Large state belongs in the tensors.
         assert json.loads(json.dumps(counters)) == counters, f"JSON would change {counters}"
         for name, t in live.items():
             self.tensors[name].copy_(t)
         self.counters = dict(counters)
 
     def save(self) -> None:
-        """Writes the copy to the disk. OSError leaves the earlier checkpoints as they were."""
+        """Writes the copy to disk. OSError leaves earlier checkpoints as they were."""
         final = self.folder / f"step_{self.counters['step']:06d}"
-        if final.exists():                       # this run wrote it, or load() found it whole
+        if final.exists():                       # this run wrote it, or load() found it intact
             return
         for cut_off in self.folder.glob(".step_*.????????"):     # new_folder's, after a kill
             shutil.rmtree(cut_off)
@@ -225,10 +225,10 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def load(self) -> None:
-        """Fills the copy from the newest whole checkpoint, if there is any, and says which.
+        """Fills the copy from the newest intact checkpoint, if there is one, and prints which.
 
-        Damaged ones that are newer are renamed, so that they are neither lost nor tried again.
-        Stopped, and nothing is changed, if the whole one is not this run's, or if none is whole
+        Newer, damaged ones are renamed, so that they are neither lost nor tried again. Stopped,
+        with nothing changed, if the intact one does not belong to this run, or if none is intact
         although the run has saved one.
         """
         damaged = []
@@ -236,26 +236,26 @@ class Checkpoints:
             try:
                 counters, tensors = read_checkpoint(folder)
             except (OSError, ValueError, KeyError) as error:
-                say(f"{folder}: damaged checkpoint passed over: {error}")
+                say(f"{folder}: skipping damaged checkpoint: {error}")
                 damaged.append(folder)
                 continue
             held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
                             for part in (tensors, self.tensors))
             if held != wanted:
-                raise Stopped(f"{folder}: holds no state of this run: its tensors have other "
-                              "names, shapes or types", "")
+                raise Stopped(f"{folder}: is not a state of this run: tensor names, shapes or "
+                              "types differ", "")
             for other in damaged:
                 other.rename(other.with_name(f"damaged_{other.name}_{time.time_ns()}"))
             for name, t in tensors.items():
                 self.tensors[name].copy_(t)
             self.counters = counters
-            say(f"{folder}: going on from here")
+            say(f"{folder}: continuing from here")
             return
-        # Somebody who deletes checkpoints to save space does not mean the run to begin again: that
-        # would cut the logs to nothing and train a new adapter in place of the one that is there.
+        # Somebody who deletes checkpoints to save space does not want the run to start over: that
+        # would empty the logs and replace the trained adapter with a new one.
         trained = self.folder.parent / self.result
         if damaged or trained.exists():
-            raise Stopped(f"{self.folder}: holds no whole checkpoint: begin another run, with "
+            raise Stopped(f"{self.folder}: no intact checkpoint: start a new run with "
                           f"--{self.result} {trained}", "")
         say(f"{self.folder}: no checkpoint, starting from step 0")
 
@@ -280,10 +280,10 @@ def digest(tensors: bytes, counters: dict) -> str:
 # The folder
 
 class RunFolder:
-    """Everything that a run writes, by rank 0 alone.
+    """Everything that a run writes, on rank 0 only.
 
     live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
-    result: the name of what is trained, "adapter", or "model" if the files are a whole model's.
+    result: the name of what is trained, "adapter", or "model" if the files are a full model.
     """
 
     def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None],
@@ -293,14 +293,14 @@ class RunFolder:
         self.write_adapter = write_adapter
         self.result = result
         self.checkpoints = Checkpoints(path / "checkpoints", live, result)
-        self.run_json = {}                       # what the file of that name holds, from start() on
+        self.run_json = {}                       # the content of run.json, set by start()
 
     def start(self, run_json: dict, resume: bool) -> dict:
         """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into
         every rank's live tensors and cuts the logs back to it. Returns the checkpoint's counters,
         {} if there is none.
 
-        run_json: what the file is to hold, or, of a resumed run, holds.
+        run_json: the file's new content; for a resumed run its present content.
         """
         self.run_json = run_json
         if RANK == 0 and resume:
@@ -317,16 +317,16 @@ class RunFolder:
         return counters
 
     def log(self, name: str, objects: list[dict]) -> None:
-        """Appends lines to a log. They are on the disk before the checkpoint of their step."""
+        """Appends lines to a log. They are on disk before the checkpoint of their step."""
         if RANK == 0:
             append_lines(self.path / name, objects)
 
     def snapshot(self, counters: dict) -> None:
-        """Copies the live tensors: whatever ends the run from here on saves this step."""
+        """Copies the live tensors. If the run ends after this, this step is what it saves."""
         self.checkpoints.snapshot(self.live, counters)
 
     def save(self) -> str:
-        """Writes the last whole step's checkpoint and adapter/. OSError if the disk is full.
+        """Writes the last complete step's checkpoint and adapter/. OSError if the disk is full.
 
         -> a part of the message with which a run ends: which step is saved.
         """
@@ -350,8 +350,8 @@ class RunFolder:
             write_json(self.path / "run.json", self.run_json)
 
     def advice(self, then: str) -> str:
-        """-> the last part of the message with which a run ends: how it can go on, "" if it cannot.
-        then: Stopped.then.
+        """-> the last part of the message with which a run ends: how it can continue, "" if it
+        cannot. then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
         words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
@@ -359,10 +359,10 @@ class RunFolder:
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Cuts a log after its last line of a step before `step`. Says so if the log is missing."""
+    """Cuts a log after its last line of a step before `step`. Prints a line if it is missing."""
     if not path.exists():
         if step:
-            say(f"{path} is missing: it begins again at step {step}")
+            say(f"{path} is missing: it restarts at step {step}")
         return
     kept = 0
     for row, end in read_log(path):

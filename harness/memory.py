@@ -1,9 +1,9 @@
 """
 Divides a GPU's memory for a training run, before its first step.
 
-The sampler wants a large KV pool, and the learner wants large micro-batches whose activations stay
-in memory. Both share the same GiB. The most that the learner can need is measured by running that
-case once, so a run does not fail at step 300, on the first batch of long answers.
+The sampler wants a large KV pool; the learner wants large micro-batches whose activations stay in
+memory. Both share the same GiB. The learner's worst case is measured by running it once, so a run
+does not fail at step 300, on the first batch of long answers.
 
     |<-------------------------- limit: --memory-gib, or what is free ------------------------->|
     +---------+---------+--------+--------------+-----------+-----------------------------------+
@@ -12,7 +12,7 @@ case once, so a run does not fail at step 300, on the first batch of long answer
                                                             | longest     | KV   | activations  |
                                                             | micro-batch | pool |              |
                                                             +-------------+------+--------------+
-                                                             what is decided here
+                                                             this file decides
 
     weights               measured: frozen linears, the buffer that expands one of them, embeddings
     adapter               measured: master, its gradient, the optimizer's moments, 16-bit copies
@@ -21,28 +21,29 @@ case once, so a run does not fail at step 300, on the first batch of long answer
     CUDA context, NCCL    estimated: what a process takes besides torch's own allocations
     fragments             estimated: what torch loses between its segments
     longest micro-batch   measured for each size that is tried: forward and backward of rows of full
-                          length while every layer runs again in the backward; or the sampler's
+                          length, with every layer recomputed in the backward; or the sampler's
                           largest prefill, if that takes more
-    KV pool               of use up to max_rows sequences of full length
-    activations           of layers that keep theirs, and so do not run again in the backward
+    KV pool               useful up to max_rows sequences of full length
+    activations           of layers that keep theirs, and are not recomputed in the backward
 
-For each size of micro-batch, from the largest on, what it leaves free is given away in this order:
+For each size of micro-batch, largest first, the memory that it leaves free is assigned in this
+order:
 
-    1. to the KV pool, up to half of what is of use, but at least one sequence of full length: few
-       answers reach that, and a row that finds no free kv_block waits;
+    1. to the KV pool, up to half of its useful size, but at least one sequence of full length: few
+       answers get that long, and a row that finds no free kv_block waits;
     2. to activations, of as many layers as fit;
-    3. to the KV pool, up to all that is of use;
-    4. what then remains is kept free, and listed with the activations.
+    3. to the KV pool, up to its useful size;
+    4. what remains is kept free, and listed with the activations.
 
-Of the sizes that fit, the best Option (below) is taken: it leaves the pool at least a quarter of
-what is of use, if any size does, and of those sizes it is the one at which a token costs least.
+Of the sizes that fit, the best Option (below) is taken: one that leaves the pool at least a quarter
+of its useful size, if there is any, and of those the one at which a token costs least.
 
-Where --max-rows does not say how many rows are decoded at a time, it is 512 if their pool is whole
-and the learner's tokens cost hardly more than beside 256 (MORE_ROWS_MAY_COST), else 256.
+Without --max-rows, 512 rows are decoded at a time if a full pool for 512 fits and costs the learner
+almost no speed (MORE_ROWS_MAY_COST), else 256.
 
-A run that cannot fit is refused at one of two places. check_size() compares the model with the card
-by arithmetic, before the model is downloaded and read. Plan measures the rest, before the first
-step. Both name the flags that help.
+A run that cannot fit is refused at one of two places. check_size() estimates from config.json
+whether the model fits, before it is downloaded. Plan measures the rest, before the first step. Both
+name the flags that help.
 """
 import math
 from functools import cached_property
@@ -63,11 +64,11 @@ MAX_ROWS = 256, 512                                    # that are tried, if --ma
 # Decoding 512 rows at a time instead of 256 saves more than 2 % of an update takes.
 MORE_ROWS_MAY_COST = 1.02
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
-# Micro-batches beyond 8,192 tokens are tried up to this product of tokens and width, since a narrow
+# Micro-batches beyond 8,192 tokens are tried up to this product of tokens and width: a narrow
 # model's kernels are so short that most time goes into launching them. Twice as many tokens are
-# taken only if all layers keep their activations and the pool is whole, which are worth more.
+# used only if all layers keep their activations and the pool is full: both are worth more.
 WORTHWHILE = 2**25
-# Each micro-batch expands W anew, which costs as much as multiplying 240 tokens: 3, 6 and 12 % of
+# Every micro-batch expands W again, which costs as much as multiplying 240 tokens: 3, 6 and 12 % of
 # micro-batches of 8,192, 4,096 and 2,048 tokens.
 EXPANSION_TOKENS = 240
 GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
@@ -82,7 +83,7 @@ BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bf16": 16}
 
 class Limits(NamedTuple):
     """What is fixed beforehand. None: it follows from the rest."""
-    memory_gib: float | None = None              # of the whole process
+    memory_gib: float | None = None              # of this process
     kv_gib: float | None = None                  # of the KV pool
     micro_batch_tokens: int | None = None
     max_rows: int | None = None                  # answers that are decoded at a time
@@ -91,11 +92,11 @@ class Limits(NamedTuple):
 class Option(NamedTuple):
     """One way to divide what is free.
 
-    The best is the one with the least pool_lack; of equals the one with the fewest forwards; of
-    equals again the one that is tried first, which has the largest micro-batches.
+    The best has the least pool_lack; among equals, the fewest forwards; among equals again, it is
+    the one tried first, which has the largest micro-batches.
     """
     pool_lack: float              # bytes missing for a quarter of the useful pool, 0 if it fits
-    forwards: float               # what a token of the learner costs, in forwards through the model
+    forwards: float               # the learner's cost per token, in forwards through the model
     max_rows: int
     micro_batch_tokens: int
     micro_batch: float            # bytes
@@ -107,20 +108,20 @@ class Option(NamedTuple):
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
     """Limit torch to its part of the process's memory_gib; None: no limit. Call it before the first
-    allocation. UserError if that is more than the GPU has or too little for CUDA itself.
+    allocation. UserError if memory_gib exceeds the GPU's memory or is too little for CUDA itself.
     """
     if memory_gib is None or device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
     if not CUDA_CONTEXT < memory_gib * GIB <= total:
-        raise UserError(f"--memory-gib {memory_gib}: must lie between {CUDA_CONTEXT / GIB} and "
-                         f"the GPU's {total / GIB:.1f}")
+        raise UserError(f"--memory-gib {memory_gib}: must be between {CUDA_CONTEXT / GIB} and "
+                         f"{total / GIB:.1f}, the GPU's memory")
     torch.cuda.set_per_process_memory_fraction((memory_gib * GIB - CUDA_CONTEXT) / total, device)
 
 
 def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
-    """What the weights of a model take, and its adapter in training, in bytes. Norms and biases, a
-    thousandth of that, are left out.
+    """Bytes of a model's weights, and of its adapter in training. Norms and biases, a thousandth of
+    that, are left out.
     """
     c = config
     heads = c.heads * c.head_dim
@@ -152,8 +153,8 @@ def check_size(wanted: Model, config: ModelConfig, limit: float) -> None:
 
 
 def free_memory(memory_gib: float | None) -> float:
-    """The bytes that this process may take in all, CUDA's context and what it holds already
-    included: --memory-gib, or what is free on the GPU.
+    """The bytes that this process may take, including CUDA's context and what it has allocated:
+    --memory-gib, or what is free on the GPU.
     """
     if memory_gib:
         return memory_gib * GIB
@@ -164,9 +165,9 @@ class Plan:
     """The division for one run: micro_batch_tokens, pool (bytes of the KV pool), kept_layers, and
     max_rows, how many rows are decoded at a time.
 
-    model: with its adapter, after its Learner was made, which allocates all that it keeps.
-    prompt_tokens, new_tokens: of the longest row. answers: most that there are to decode.
-    with_reference: whether the learner computes the log-probs of the model without its adapter too.
+    model: with its adapter, after its Learner was made, which allocates everything it keeps.
+    prompt_tokens, new_tokens: of the longest row. answers: the most that a step or an evaluation
+    decodes. with_reference: whether the learner also computes log-probs without the adapter.
     UserError if nothing fits.
     """
 
@@ -181,7 +182,7 @@ class Plan:
         # All of the model's: an adapter may leave some out.
         self.linears = [module for module in model.modules() if isinstance(module, Linear)]
         for linear in self.linears:
-            linear.wide_weight()                 # makes their common buffer, so that it is measured
+            linear.wide_weight()                 # allocates their shared buffer, to measure it
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
         self.limit = free_memory(limits.memory_gib)
@@ -192,7 +193,7 @@ class Plan:
             taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self._fixed(few).items())
             raise UserError(f"rows of {self.row_tokens} tokens do not fit: of "
                             f"{self.limit / GIB:.1f} GiB {taken} leave too little for a forward "
-                            "and backward and the KV cache: take a smaller --micro-batch-tokens, "
+                            "and backward and the KV cache: use a smaller --micro-batch-tokens, "
                             "--max-rows, --max-new-tokens or --lora-rank, a smaller model or a "
                             "larger card")
         for rows in more:
@@ -213,25 +214,25 @@ class Plan:
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
     def _fixed(self, max_rows: int) -> dict[str, float]:
-        """What there is nothing to decide about: name -> bytes."""
+        """The parts that are not decided here: name -> bytes."""
         parameters = self.model.adapter.master.numel()
         adapter_bytes = Learner.state_bytes(parameters, self.model.dtype)
         c = self.model.config
         weights = [linear.weight for linear in self.linears]
         graphs = GRAPH_LOGITS * max_rows * c.vocab
         graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
-        # Bytes of a token: gate|up in fp32 and h in 16 bits, 10 F; what is D wide, 20 D.
+        # Bytes per token: gate|up in fp32 and h in 16 bits, 10 F; tensors of width D, 20 D.
         graphs += LARGEST_PREFILL * (10 * c.feed_forward + 20 * c.width)
         return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
                 "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * self.limit}
 
     def _best_option(self, max_rows: int) -> Option | None:
         """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
-        None if none leaves the pool one sequence of full length, or limits.kv_gib.
+        None if no size leaves the pool one sequence of full length, or limits.kv_gib.
         """
         c, limits = self.model.config, self.limits
         kv_token = 2 * c.layers * c.kv_heads * c.head_dim * self.model.dtype.itemsize
-        # What sampler.allocate_kv asks for, for one sequence of full length.
+        # The least that sampler.allocate_kv accepts: one sequence of full length.
         least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         useful_pool = max_rows * self.row_tokens * kv_token
         free = self.limit - sum(self._fixed(max_rows).values())
@@ -247,10 +248,10 @@ class Plan:
             left = free - self.measured[tokens]
             if left < max(least_pool, (limits.kv_gib or 0) * GIB):
                 continue                         # a smaller micro-batch may leave enough
-            computed = max(tokens, self.row_tokens)      # a longer row is a micro-batch of its own
+            computed = max(tokens, self.row_tokens)      # a longer row is its own micro-batch
             layer = self.layer_bytes_per_token * computed
-            # The pool gets what the activations of all layers leave, up to what is of use to it; at
-            # least half of that, and what one sequence of full length takes.
+            # The pool gets what the activations of all layers leave, up to its useful size, and at
+            # least half of that, or one sequence of full length.
             least = max(least_pool, useful_pool / 2)
             pool = min(left, max(least, min(useful_pool, left - c.layers * layer)))
             if limits.kv_gib:
@@ -260,13 +261,13 @@ class Plan:
             if tokens > worthwhile and (kept_layers < c.layers or pool < useful_pool):
                 continue
             # Forward, backward, and a second forward of the layers that kept nothing. The backward
-            # costs what a forward does: W is frozen, so only the gradient of x is multiplied.
+            # costs as much as a forward: W is frozen, so only the gradient of x is computed.
             forwards = (3 - kept_layers / c.layers) * (1 + EXPANSION_TOKENS / computed)
             options.append(Option(max(0, useful_pool / 4 - left), forwards, max_rows, tokens,
                                   self.measured[tokens], pool, pool >= useful_pool, kept_layers,
                                   free))
             if kept_layers == c.layers:
-                break                            # a smaller size has nothing to gain
+                break                            # a smaller size gains nothing
         return min(options, key=lambda option: (option.pool_lack, option.forwards), default=None)
 
     def _largest_micro_batch(self, tokens: int, kept_layers: int) -> torch.Tensor:
@@ -279,7 +280,7 @@ class Plan:
 
     @cached_property
     def layer_bytes_per_token(self) -> float:
-        """What a layer holds of each token of a micro-batch if it keeps its activations."""
+        """What a layer keeps per token of a micro-batch if it keeps its activations."""
         def held(kept_layers):
             logprobs = self._largest_micro_batch(self.row_tokens, kept_layers)  # noqa: F841
             return torch.cuda.memory_allocated()     # while logprobs' graph holds the activations
@@ -288,7 +289,7 @@ class Plan:
 
     def worst_case(self, tokens: int, kept_layers: int = 0) -> float:
         """Bytes that torch reserves for the largest micro-batch, or for the largest prefill if that
-        takes more; inf if they do not fit.
+        takes more; inf if it runs out of memory.
         """
         count = max(PREFILL_TOKENS // self.prompt_tokens, 1)
         vocab = self.model.config.vocab
@@ -315,17 +316,16 @@ class Plan:
         """Try the plan with the pool in place, and let layers drop their activations until it fits.
 
         Activations were extrapolated from one layer and one row, and segments may not grow as well
-        as they did without the pool. -> this Plan. UserError if nothing fits beside the pool.
+        as they did without the pool. -> this Plan. UserError if nothing fits next to the pool.
         """
         free = self.free - self.pool
         tokens = self.micro_batch_tokens
         layer = self.layer_bytes_per_token * max(tokens, self.row_tokens)
         while self.kept_layers and (over := self.worst_case(tokens, self.kept_layers) - free) > 0:
-            # As many as are too many; an eighth where the GPU ran out of memory, inf.
+            # Drop as many as are too many, or an eighth if the GPU ran out of memory (inf).
             fewer = math.ceil(over / layer) if over < math.inf else self.kept_layers // 8
             self.kept_layers = max(0, self.kept_layers - max(1, fewer))
         if not self.kept_layers and self.worst_case(tokens) == math.inf:
-            raise UserError(f"micro-batches of {tokens} tokens do not fit beside a KV pool of "
-                             f"{self.pool / GIB:.1f} GiB: take --micro-batch-tokens "
-                             f"{tokens // 2}")
+            raise UserError(f"micro-batches of {tokens} tokens do not fit with a KV pool of "
+                             f"{self.pool / GIB:.1f} GiB: use --micro-batch-tokens {tokens // 2}")
         return self

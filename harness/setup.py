@@ -1,11 +1,11 @@
 """
-From settings to a run that can begin.
+From settings to a run that is ready to start.
 
     run = prepare(settings, before)              # both from config.read_settings()
     progress = begin(run)                        # at step 0, or at the checkpoint of a resumed run
 
-What can be wrong is found here, before the first step; cheap checks come before downloads,
-tokenization and weights.
+All checks are made here, before the first step, cheap ones before downloads, tokenization and
+weights.
 """
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ from weights import (
 @dataclass(frozen=True)
 class Progress:
     """How far a run is. Every step makes a new one."""
-    step: int = 0                                # whole steps done
+    step: int = 0                                # completed steps
     cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
     best: float = -1e9                           # best held-out accuracy, or mean of --reward
@@ -68,12 +68,12 @@ class Run:
     sampler: Sampler
     folder: RunFolder
     watch: Watch
-    flags: dict                                  # what run.json holds beside `about`
-    before: dict | None                          # what it holds of a run that is resumed
+    flags: dict                                  # run.json without `about`
+    before: dict | None                          # the run.json of a resumed run
 
 
 def prepare(settings: Settings, before: dict | None) -> Run:
-    """-> a Run. UserError for what a flag, a file or the machine does not allow.
+    """-> a Run. UserError if flags, files or the machine do not allow it.
 
     before: the content of run.json if the run is resumed, else None.
     """
@@ -129,11 +129,11 @@ def prepare(settings: Settings, before: dict | None) -> Run:
                Watch(settings), flags, before)
 
 
-CALIBRATION_PROBLEMS = 128                       # those of the study
+CALIBRATION_PROBLEMS = 128                       # as in the study
 
 
 def calibration_problems(wanted: Model, device: torch.device, config: dict) -> int:
-    """--calibrate, whose default depends on model and device. config: the model's config.json."""
+    """--calibrate; its default depends on model and device. config: the model's config.json."""
     if wanted.calibrate is not None:
         return wanted.calibrate
     becomes_nvfp4 = wanted.base == "nvfp4" and not config.get("quantization_config")
@@ -150,8 +150,8 @@ def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, lis
 
 
 def check_same_on_all_ranks(flags: dict) -> None:
-    """UserError if another rank was started with other flags or problems than rank 0, as can happen
-    on several hosts. Paths may differ, and micro-batches, of which all take the smallest.
+    """UserError if a rank was started with other flags or problems than rank 0, as can happen on
+    several hosts. Paths may differ, and so may micro-batches: all ranks use the smallest.
     """
     mine = {name: value for name, value in flags.items()
             if name not in (*MAY_MOVE, "adapter", "micro_batch_tokens")}
@@ -163,23 +163,23 @@ def check_same_on_all_ranks(flags: dict) -> None:
 
 
 def check_unchanged(before: dict, flags: dict) -> None:
-    """UserError unless a resumed run has the problems and the weights that it began with."""
-    for name, what in (("problems_sha256", f"--data {flags['data']}: other problems or prompts"),
-                       ("weights_sha256", f"--model {flags['model']}: other weights")):
+    """UserError unless a resumed run has the problems and weights that it started with."""
+    for name, what in (("problems_sha256", f"--data {flags['data']}: problems or prompts"),
+                       ("weights_sha256", f"--model {flags['model']}: weights")):
         if before.get(name) != flags[name]:
-            raise UserError(f"--resume: {what} than when the run began")
+            raise UserError(f"--resume: {what} differ from those the run started with")
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
                device: torch.device) -> qwen.Qwen:
-    """-> the model of --base and --calibrate, with a new adapter, that of --adapter, or all of its
-    weights trainable.
+    """-> the model of --base and --calibrate, with a new adapter, with that of --adapter, or with
+    all weights trainable.
     """
     wanted, general = settings.model, settings.general
     folder.download()
     base = folder.choose_base(wanted.base)
     count = calibration_problems(wanted, device, folder.config)
-    calibrated = Path(general.out) / "base"      # a resumed run has it, whatever the default is now
+    calibrated = Path(general.out) / "base"      # a resumed run may have it, whatever the default
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
@@ -189,12 +189,12 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
         folder = ModelFolder(calibrated)
     model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
-    # A run that was killed before its first checkpoint begins with --adapter again. One whose
+    # A run that was killed before its first checkpoint starts from --adapter again. One whose
     # checkpoints are all damaged is refused (Checkpoints.load).
-    goes_on = checkpoints_in(Path(general.out, "checkpoints"))
+    continues = checkpoints_in(Path(general.out, "checkpoints"))
     if wanted.train == "full":
         full.attach(model)
-    elif wanted.adapter and not goes_on:
+    elif wanted.adapter and not continues:
         lora.load_adapter(model, wanted.adapter)
     else:
         lora.attach(model, wanted.lora_rank, wanted.lora_alpha, general.seed)
@@ -210,11 +210,11 @@ def loss_of(objective: Objective) -> grpo.Loss:
 
 
 def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:
-    """KV pool, rows and micro-batches that a resumed run began with; None for a new run, or if
+    """KV pool, rows and micro-batches that a resumed run started with; None for a new run, or if
     --memory-gib has a new value.
     """
     # They decide which answers are decoded together and in which order gradients are summed, and
-    # so the last digits. A second start may measure others: only the first calibrates, say.
+    # so the last digits. A second start may measure other values: only the first one calibrates.
     if before is None or limits.memory_gib not in (None, before["memory_plan"]["memory_gib"]):
         return None
     return memory.Limits(**before["memory_plan"])._replace(memory_gib=limits.memory_gib)
@@ -229,7 +229,7 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
     model = learner.model
     longest = max_prompt_tokens + rollout.max_new_tokens
     limits = limits._replace(max_rows=rollout.max_rows)
-    # Of what a step samples, and of what is held out, each rank has its share.
+    # Each rank has its share of a step's answers and of the held-out problems.
     answers = max(math.ceil(rollout.prompts_per_step / WORLD) * rollout.group_size,
                   math.ceil(num_held_out / WORLD))
     if model.device.type == "cuda":
@@ -241,10 +241,10 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
         except UserError as error:
             if not began:
                 raise
-            say(f"the run began with another division of the memory, which does not fit ({error});"
-                " its last digits can differ from those of a run that was not interrupted")
+            say(f"the memory plan that the run started with does not fit ({error}); with another "
+                "one, results may differ in the last digits from an uninterrupted run")
             plan = plan_of(limits)
-        plan.pool = min(gather([plan.pool]))     # run.json has one pool for all ranks,
+        plan.pool = min(gather([plan.pool]))     # run.json has one pool size for all ranks,
         rows = min(gather([plan.max_rows]))      # and one number of rows
         sampler = Sampler(model, longest, rows, plan.pool / 2**30)
         tokens = plan.micro_batch_tokens
@@ -253,9 +253,9 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
         rows = min((began or limits).max_rows or memory.MAX_ROWS[0], answers)
         sampler = Sampler(model, longest, rows, (began or limits).kv_gib)
         tokens = (began or limits).micro_batch_tokens or learner.micro_batch_tokens
-        # A small model's activations are cheaper to keep than to compute again.
+        # A small model's activations are cheaper to keep than to recompute.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
-    tokens = min(gather([tokens]))               # ranks share one list: all must cut it alike
+    tokens = min(gather([tokens]))               # ranks share one list, so all must cut it alike
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
     say(f"{learner.adapter.master.numel():,} trained parameters; KV pool of "
@@ -284,17 +284,17 @@ def begin(run: Run) -> Progress:
         for what in ("hardware", "program"):     # a program may set a tool or an optimizer
             began_with = before["about"].get(what, about[what])
             if began_with != about[what]:
-                say(f"continues with {what} {about[what]}, began with {began_with}: it can differ "
-                    "from a run that was not interrupted")
+                say(f"{what} was {began_with}, is now {about[what]}: results may differ from an "
+                    "uninterrupted run")
         changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
                    if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)
     if progress.step >= general.steps:
-        say(f"{general.out} has done its {counted(general.steps, 'step')}: --resume "
-            "--steps N does more")
+        say(f"{general.out} has completed its {counted(general.steps, 'step')}; to train longer: "
+            "--resume --steps N")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
-    if device.type == "cuda":                    # console.farewell() prints that of training alone
+    if device.type == "cuda":                    # console.farewell() prints that of training only
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return progress
@@ -308,14 +308,14 @@ def choose_device(name: str | None, model: str | Path) -> torch.device:
     torchrun it is this rank's GPU; without a name, a GPU if there is one, else the CPU.
 
     UserError if there is no such device, if the kernels do not run on it, or if a model would be
-    downloaded for a CPU that --device cpu does not ask for.
+    downloaded for a CPU without an explicit --device cpu.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu" and not Path(model).is_dir():
-            raise UserError(f"--model {model}: there is no such folder; to download a model, torch "
-                             "has to see a GPU (--device cpu runs it on the CPU, far too slowly to "
-                             "train)")
+            raise UserError(f"--model {model}: there is no such folder, and a model is only "
+                            "downloaded if torch sees a GPU (--device cpu runs it on the CPU, far "
+                            "too slowly to train)")
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
     if not match:
         raise UserError(f"--device {name}: expected cpu, cuda or cuda:N")
@@ -345,13 +345,13 @@ def load_kernels(device: torch.device) -> None:
 
 def configure_cpu(model) -> None:
     """On a CPU, makes runs with one seed equal bit for bit, and small models fast."""
-    # Answers to one problem share its prompt, whose gradients torch's threads would add up in any
-    # order; in deterministic mode the order is always the same.
+    # Answers to one problem share its prompt, whose gradients torch's threads add up in any order;
+    # deterministic mode fixes the order.
     if model.device.type == "cpu":
-        # torch.use_deterministic_algorithms(True) does the same, but imports the compiler as well.
+        # torch.use_deterministic_algorithms(True) does the same, but also imports the compiler.
         torch.set_deterministic_debug_mode("error")
         # The mode would also fill every torch.empty() with NaN, for debugging.
         torch.utils.deterministic.fill_uninitialized_memory = False
-        # More threads wait longer for each other than they compute.
+        # More threads would wait for each other longer than they compute.
         if model.config.width < 1024:
             torch.set_num_threads(min(2, torch.get_num_threads()))

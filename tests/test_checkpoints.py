@@ -74,7 +74,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_the_last_two_are_kept(tmp_path,
     assert checkpoints.counters == {"step": 1_000_000, "cursor": 7_000_000, "best": -1e9}
     for name, tensor in some_live().items():
         assert torch.equal(checkpoints.tensors[name], tensor) and checkpoints.tensors[name].dtype == tensor.dtype
-    assert "step_1000000: going on from here" in capsys.readouterr().out
+    assert "step_1000000: continuing from here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("changed", [{1: 0.5}, (3, 4), torch.tensor(0.5), {3}])
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_is_used(tmp_path, ca
         saved(tmp_path / "checkpoints", step)
     damage(tmp_path / "checkpoints/step_000006" / name)
     assert loaded(tmp_path / "checkpoints").counters["step"] == 3
-    assert "step_000006: damaged checkpoint passed over" in capsys.readouterr().out
+    assert "step_000006: skipping damaged checkpoint" in capsys.readouterr().out
     left = names_in(tmp_path / "checkpoints")
     assert len(left) == 2 and left[0].startswith("damaged_step_000006") and left[1] == "step_000003"      # not lost
     damage(tmp_path / "checkpoints/step_000003" / name)
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, change)
     checkpoints = Checkpoints(tmp_path, live)
     checkpoints.snapshot(live, {"step": 3})
     checkpoints.save()
-    with pytest.raises(Stopped, match="step_000003: holds no state of this run"):
+    with pytest.raises(Stopped, match="step_000003: is not a state of this run"):
         loaded(tmp_path)
     assert names_in(tmp_path) == ["step_000003"]
 

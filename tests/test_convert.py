@@ -168,7 +168,7 @@ def cut_shard(folder):
 
 
 @pytest.mark.parametrize("damage,words", [
-    (already_quantized, ["config.json", "quantized already"]),
+    (already_quantized, ["config.json", "already quantized"]),
     (other_architecture, ["config.json", "LlamaForCausalLM"]),
     (ragged_k, ["K=184", "16"]),
     (short_head, ["lm_head.weight"]),

@@ -358,7 +358,7 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
     made = setup.divide_memory(learner, Limits(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
     said = capsys.readouterr().out
-    assert ("began with another division" in said) == (free < 3)
+    assert ("memory plan that the run started with does not fit" in said) == (free < 3)
     if free < 3:
         with pytest.raises(UserError, match="only 2.00 GiB are left"):              # of a new run it ends the start
             setup.divide_memory(learner, began, Rollout(), 512, 0)

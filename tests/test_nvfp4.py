@@ -163,7 +163,7 @@ def test_shared_tensor_scale_is_the_largest_and_harms_no_part():
 
 def test_weights_that_are_not_finite_are_refused():
     for bad in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"holds {bad}"):
+        with pytest.raises(ValueError, match=f"contains {bad}"):
             quantize(torch.full((1, 16), bad))
 
 

@@ -189,7 +189,7 @@ def test_a_prompt_ends_as_the_template_says_about_thinking(tmp_path, name, think
                                                  ("thinking", "off", "on")])
 def test_what_a_model_cannot_do_is_refused(tmp_path, name, thinking, other):
     save_tokenizer(tmp_path, TEMPLATES.get(name), thinks=bool(name))
-    with pytest.raises(UserError, match=f"--thinking {thinking}: .*tokenizer_config.json.*take --thinking {other}"):
+    with pytest.raises(UserError, match=f"--thinking {thinking}: .*tokenizer_config.json.*use --thinking {other}"):
         Tokenizer(tmp_path, thinking)
 
 
@@ -296,7 +296,7 @@ def test_prompts_over_the_limit_are_left_out_and_counted_never_cut(tmp_path, cap
     settings = SimpleNamespace(reward=None, prompt_style="plain", max_prompt_tokens=most)
     kept = usable_problems(settings, tokenizer, source, "train")
     assert [p.prompt for p in kept] == [tokenizer.chat(f"{i} + 1?") for i in (1, 22, 4)]
-    assert f"1 prompt of more than --max-prompt-tokens {most}" in capsys.readouterr().out
+    assert f"1 prompt left out, longer than --max-prompt-tokens {most}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count,asked,held", [(50, 49, 5), (50, 0, 5), (3000, 0, 256), (9, 4, 1), (50, 3, 3)])
@@ -304,7 +304,7 @@ def test_the_end_of_a_file_is_held_out_and_that_is_said(tmp_path, capsys, count,
     path = sums(tmp_path / "sums.jsonl", range(count))
     kept, held_out = split_problems(Data(data=path, eval_problems=asked), Tokenizer(TINY))
     assert [int(p.id) for p in kept + held_out] == list(range(count)) and len(held_out) == held
-    assert f"its last {held} problem" in capsys.readouterr().out
+    assert f"the last {held} of {count:,} problems" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("numbers,known", [(range(30), 3), ((28, 99, 29), 2), (range(30, 60), 0)])
@@ -312,7 +312,7 @@ def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, c
     settings = Data(data=sums(tmp_path / "sums.jsonl", range(30)), eval_data=sums(tmp_path / "held.jsonl", numbers),
                     eval_problems=3)
     split_problems(settings, Tokenizer(TINY))
-    said = f"also trained on, {known} of 3" if known else ""
+    said = f"{known} of 3 held-out problems are also trained on" if known else ""
     out = capsys.readouterr().out
     assert said in out and bool(out) == bool(known)
 
@@ -320,5 +320,5 @@ def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, c
 def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path):
     one = sums(tmp_path / "one.jsonl", range(1))
     assert len(usable_problems(Data(), Tokenizer(TINY), one, "test")) == 1
-    with pytest.raises(UserError, match="one.jsonl: 1 problem .* at least 2"):
+    with pytest.raises(UserError, match="one.jsonl: 1 usable problem, .* at least 2"):
         usable_problems(Data(), Tokenizer(TINY), one, "train")

@@ -360,7 +360,7 @@ def test_a_reward_may_say_itself_what_is_right_and_its_problems_are_all_fields_o
     assert runs.metrics("targets")[0]["accuracy"] == sum(row["correct"] for row in samples[:32]) / 32
     targets.write_text("\n".join(json.dumps(row | {"target": "x"}) for row in rows))
     log = runs.run("targets", *"--resume --steps 3 --reward my_rewards:ends_with_its_target".split(), code=1)
-    assert "targets.jsonl: other problems or prompts than when the run began" in log.splitlines()[-1]
+    assert "targets.jsonl: problems or prompts differ" in log.splitlines()[-1]
 
 
 def test_a_reward_of_nan_for_all_answers_teaches_nothing(runs):
@@ -423,7 +423,7 @@ def test_a_resumed_run_notices_other_frozen_weights_and_may_be_told_where_they_a
     file = next(model.glob("*.safetensors"))
     save_file({name: t * 1.1 if t.dtype == torch.bfloat16 else t for name, t in load_file(file).items()}, file)
     log = runs.run("frozen", "--resume", "--steps", "2", code=1)
-    assert f"--resume: --model {model}: other weights than when the run began" in log.splitlines()[-1]
+    assert f"--resume: --model {model}: weights differ" in log.splitlines()[-1]
     runs.run("frozen", "--resume", "--steps", "2", "--model", str(moved))
     assert json.loads((runs.folder / "frozen" / "run.json").read_text())["model"] == str(moved)
 
@@ -632,7 +632,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_is_used(runs, wh
     shutil.copytree(runs.folder / whole, runs.folder / "damaged")
     os.truncate(runs.folder / "damaged/checkpoints/step_000009/state.safetensors", 1_000_000)
     log = runs.run("damaged", "--resume")
-    assert "step_000009" in log and "step_000006: going on" in log
+    assert "step_000009" in log and "step_000006: continuing" in log
     assert runs.same("damaged", whole)
 
 
@@ -644,7 +644,7 @@ def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
     process.join()
     before = sorted(p.name for p in (runs.folder / "full" / "checkpoints").iterdir() if p.name.startswith("step"))
     log = runs.run("full", "--resume", code=1, max_file=2_000_000)
-    assert "File too large" in log and "earlier checkpoints are whole" in log and "Traceback" not in log
+    assert "File too large" in log and "earlier checkpoints are intact" in log and "Traceback" not in log
     assert sorted(p.name for p in (runs.folder / "full" / "checkpoints").iterdir()) == before
     runs.run("full", "--resume")
     assert runs.same("full", whole)
@@ -683,7 +683,7 @@ def test_a_resume_with_other_settings_is_refused_and_changes_nothing(runs, whole
 
 
 @pytest.mark.parametrize("changes,named", [
-    ({"problems_sha256": "0"}, "other problems"), ({"weights_sha256": "0"}, "other weights")])
+    ({"problems_sha256": "0"}, "problems or prompts differ"), ({"weights_sha256": "0"}, "weights differ")])
 def test_a_run_json_that_was_edited_is_refused_and_nothing_changes(runs, whole, changes, named):
     folder = runs.folder / "edited"
     shutil.rmtree(folder, ignore_errors=True)

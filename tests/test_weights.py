@@ -299,12 +299,12 @@ L1 = "model.layers.1."
     ("tied", dict(hidden_size=128), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(head_dim=32), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(num_attention_heads=64), r"k_proj.bias has shape"),
-    ("tied", dict(num_hidden_layers=1), "first model.layers.1"),
+    ("tied", dict(num_hidden_layers=1), "first is model.layers.1"),
     ("tied", dict(num_hidden_layers=3), "no tensor model.layers.2"),
     ("tied", dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
     ("qwen3-tied", dict(head_dim=16), r"q_norm.weight has shape \(32,\)"),
     ("qwen3-tied", dict(head_dim=None), r"q_norm.weight has shape \(32,\)"),
-    ("qwen3-tied", dict(architectures=["Qwen2ForCausalLM"]), "first model.layers.0.self_attn.k_norm"),
+    ("qwen3-tied", dict(architectures=["Qwen2ForCausalLM"]), "first is model.layers.0.self_attn.k_norm"),
 ])
 def test_a_config_that_does_not_fit_model_or_tensors_is_refused(tiny, tmp_path, shape, config, named):
     case = tiny[shape]
@@ -313,13 +313,13 @@ def test_a_config_that_does_not_fit_model_or_tensors_is_refused(tiny, tmp_path, 
 
 
 @pytest.mark.parametrize("shape,change,named", [
-    ("tied", lambda c: c.tensors | {"model.layers.9.x": torch.zeros(2)}, "first model.layers.9.x"),
+    ("tied", lambda c: c.tensors | {"model.layers.9.x": torch.zeros(2)}, "first is model.layers.9.x"),
     ("qwen3-tied", lambda c: c.tensors | {L1 + "self_attn.v_proj.bias": torch.zeros(64)}, "v_proj.bias"),
     ("qwen3-tied", lambda c: drop(c, "1.self_attn.k_norm.weight"), "no tensor model.layers.1.self_attn.k_norm"),
     ("tied", lambda c: drop(c, L1 + "mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj.weight"),
     ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(191, 64)}, r"up_proj.* \(191, 64\)"),
     ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(192, 64, dtype=torch.int8)}, "up_proj"),
-    *(("tied", lambda c, name=name, value=value: with_value(c, name, value), f"{name} holds NaN")
+    *(("tied", lambda c, name=name, value=value: with_value(c, name, value), f"{name} contains NaN")
       for name in ("model.norm.weight", "model.embed_tokens.weight", L1 + "self_attn.k_proj.bias",
                    L1 + "mlp.up_proj.weight") for value in (torch.nan, -torch.inf)),
     ("tied", lambda c: quantized(c) | {L1 + "mlp.down_proj.weight": torch.zeros(2)}, "first .*down_proj.weight"),
