@@ -32,7 +32,6 @@ import math
 import operator
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
@@ -159,15 +158,11 @@ def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Ten
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
 
 
-@dataclass
-class Evaluation:
-    """Greedy answers to the held-out problems."""
-    metrics: dict                                # what they add to the line in metrics.jsonl
-    graded: list[dict]                           # the lines for held_out.jsonl
-
-
-def evaluate(run: Run, sample: Callable, steps_done: int) -> Evaluation:
-    """Answers the held-out problems greedily, without noise. sample: see train()."""
+def evaluate(run: Run, sample: Callable, progress: Progress) -> tuple[dict, Progress]:
+    """Answers the held-out problems greedily, without noise, and logs the answers in held_out.jsonl
+    -> what this adds to the line in metrics.jsonl, and `progress`, which remembers the evaluation
+    if it is the best so far. sample: see train().
+    """
     problems = share(run.held_out)
     began = time.perf_counter()
     greedy = Sampling(run.settings.rollout.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
@@ -179,40 +174,20 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> Evaluation:
         metrics["eval_reward"] = torch.tensor([one["task"] for one in graded],
                                               dtype=torch.float64).nanmean().item()
     text = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    say(f"after {counted(steps_done, 'step')}: held-out {text}, "
-        f"in {time.perf_counter() - began:.1f} s")
-    return Evaluation(metrics, graded)
+    when = f"after {counted(progress.step, 'step')}" if progress.step else "before training"
+    say(f"{when}: held-out {text}, in {time.perf_counter() - began:.1f} s")
+
+    # `step`: whose line of metrics.jsonl has the figures. Without that line, --resume cuts these.
+    place = {"step": max(progress.step - 1, 0), "steps_done": progress.step}
+    run.folder.log("held_out.jsonl", [place | row for row in graded])
+    result = metrics.get("eval_reward", metrics["eval_accuracy"])
+    if result > progress.best:
+        progress = dataclasses.replace(progress, best=result, best_step=progress.step)
+    return metrics, progress
 
 
-def conclude(run: Run, sample: Callable, progress: Progress, metrics: dict, batch: Batch,
-             updates: list[Update], evaluation: Evaluation | None) -> Progress:
-    """After a step's update: prints its metrics, evaluates if due, writes its files -> the run's
-    progress. Stopped if there is no point in continuing (console.Watch).
-
-    progress: after this step, with `best` not yet updated. evaluation: in step 0 the one made
-    before training, which is logged with that step; else None.
-    """
-    watching = run.settings.watching
-    console.tell(run.settings, metrics, updates)
-    best = progress.best
-    due = progress.step == run.settings.general.steps or progress.step % watching.eval_every == 0
-    if due and not evaluation:
-        evaluation = evaluate(run, sample, progress.step)
-        best = max(best, evaluation.metrics.get("eval_reward", evaluation.metrics["eval_accuracy"]))
-    if evaluation:
-        metrics = metrics | evaluation.metrics
-    is_best = best > progress.best
-    progress = dataclasses.replace(progress, best=best)
-    record(run, progress, metrics, batch, evaluation.graded if evaluation else [], is_best)
-    run.watch.see(metrics, updates)
-    return progress
-
-
-def record(run: Run, progress: Progress, metrics: dict, batch: Batch, evaluated: list[dict],
-           is_best: bool) -> None:
-    """Writes the step's files.
-
-    evaluated: the rows of the step's evaluation, [] without one.
+def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
+    """Writes the step's files. progress: after this step.
 
     A signal such as Ctrl-C is held back until all files of the step are written. snapshot() copies
     the step's state; a run that is stopped before the next step is recorded saves this copy.
@@ -223,13 +198,10 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch, evaluated:
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
         run.folder.log("samples.jsonl", samples)
-        if evaluated:
-            run.folder.log("held_out.jsonl",
-                           [{"step": metrics["step"], **row} for row in evaluated])
         # Before snapshot(): a run that dies here repeats the step and this file.
         if watching.keep and progress.step % watching.keep == 0:
             run.folder.keep_adapter(f"step_{progress.step:06d}")
-        if watching.keep and is_best:
+        if watching.keep and progress.step == progress.best_step:
             run.folder.keep_adapter("best")
         run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
         last = progress.step == run.settings.general.steps
@@ -248,14 +220,14 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
     """
     settings = run.settings
     rollout, objective, optim = settings.rollout, settings.objective, settings.optim
-    noise = settings.noise
+    noise, watching = settings.noise, settings.watching
     steps, seed, G = settings.general.steps, settings.general.seed, rollout.group_size
     sampling = Sampling(rollout.max_new_tokens, run.tokenizer.end_ids, rollout.temperature,
                         seed=seed)
     progress = begin(run)
+    if progress.step == 0:                       # repeated if the run dies before its first save
+        before, progress = evaluate(run, sample, progress)
     for step in range(progress.step, steps):
-        evaluation = evaluate(run, sample, 0) if step == 0 else None         # before training
-
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
         next_cursor = progress.cursor + rollout.prompts_per_step
@@ -290,8 +262,15 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
         metrics |= report(rollouts, advantages, weights, updates, G) | run.learner.counters()
-        progress = Progress(step + 1, next_cursor, tokens, progress.best)
-        progress = conclude(run, sample, progress, metrics, batch, updates, evaluation)
+        if step == 0:
+            metrics |= {f"{key}_before": value for key, value in before.items()}
+        console.tell(settings, metrics, updates)
+        progress = dataclasses.replace(progress, step=step + 1, cursor=next_cursor, tokens=tokens)
+        if progress.step == steps or progress.step % watching.eval_every == 0:
+            evaluated, progress = evaluate(run, sample, progress)
+            metrics |= evaluated
+        record(run, progress, metrics, batch)
+        run.watch.see(metrics, updates)          # it may end the run
 
 
 def main() -> None:

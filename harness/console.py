@@ -97,8 +97,9 @@ def farewell(settings: Settings) -> None:
     folder = Path(settings.general.out)
     metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
     key = "eval_reward" if settings.data.reward else "eval_accuracy"
-    held_out = [f"{row[key]:.3f}" for row in metrics if row.get(key) is not None]
-    change = " -> ".join([*held_out[:1], *held_out[1:][-1:]])        # the first and the last
+    before, after = ([row[name] for row in metrics if row.get(name) is not None]
+                     for name in (f"{key}_before", key))
+    change = " -> ".join(f"{value:.3f}" for value in before + after[-1:])
     changed = f"; held-out {key[5:]} {change}" if change else ""
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
     peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""

@@ -53,6 +53,7 @@ class Progress:
     cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
     best: float = -1e9                           # best held-out accuracy, or mean of --reward
+    best_step: int = 0                           # whole steps done then; 0: before training
 
 
 @dataclass(frozen=True)

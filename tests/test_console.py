@@ -51,8 +51,8 @@ def test_steps_that_teach_nothing_are_warned_of_and_end_nothing(changes, capsys)
                                              ({"reward": "mine:f"}, "eval_reward", "held-out reward 0.250 -> 0.750")])
 def test_the_end_says_what_the_run_changed_and_what_comes_next(tmp_path, capsys, monkeypatch, flags, key, shown):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)  # though tests before may have used it
-    rows = [{"step": 0, key: 0.25, "seconds": 100}, {"step": 1, key: None, "seconds": 50}, {"step": 2, key: 0.75,
-                                                                                            "seconds": 50}]
+    rows = [{"step": 0, f"{key}_before": 0.25, key: 0.5, "seconds": 100}, {"step": 1, key: 0.75, "seconds": 50},
+            {"step": 2, key: None, "seconds": 50}]
     out = tmp_path / "my run"
     out.mkdir()
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -38,10 +38,10 @@ SAMPLES = [sample(step, f"p-{k}", float(k % 2), "box" if k else "none", f"step {
            for step in range(40) for k in range(4)] + [sample(40, "odd", 0.25, "tag", NASTY, parts={"length": 0.5})]
 
 
-# The evaluations before training and after steps 20 and 40: p-1 is learned, p-2 never.
+# The evaluations before training and after 1, 21 and 41 steps: p-1 is learned, p-2 never.
 PROMPT = "<|im_start|>system\nbe brief<|im_end|>\nWhat is p-%d?"
-HELD_OUT = [answer(step, f"p-{k}", float(k == 1 and step > 0), completion=f"held {k} at {step}: \\boxed{{7}}",
-                   prompt=PROMPT % k) for step in (0, 20, 40) for k in (1, 2)]
+HELD_OUT = [answer(step, f"p-{k}", float(k == 1 and done > 0), completion=f"held {k} at {done}: \\boxed{{7}}",
+                   prompt=PROMPT % k, steps_done=done) for step, done in ((0, 0), (0, 1), (20, 21), (40, 41)) for k in (1, 2)]
 
 
 def write_run(folder, samples=SAMPLES, held_out=(), **flags):
@@ -49,7 +49,9 @@ def write_run(folder, samples=SAMPLES, held_out=(), **flags):
     metrics = [{"step": step, "reward": step / 40, "sigma": 0.01 * (step > 3), "own": 1.0, "kl": None}
                for step in range(41)]
     for row in metrics[::20] if held_out else ():
-        row["eval_accuracy"] = 0.5 * (row["step"] > 0)
+        row["eval_accuracy"] = 0.5
+    if held_out:
+        metrics[0]["eval_accuracy_before"] = 0.0
     for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples), ("held_out.jsonl", held_out)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.json").write_text(json.dumps({"model": "tiny", "lr": 1e-3, "group_size": 2, **flags}))
@@ -83,13 +85,18 @@ def test_the_page_holds_curves_flags_and_every_answer_as_written(tmp_path, monke
     assert (first["name"], second["name"]) == (str(a), str(b))
     assert answers(first, "samples") == SAMPLES and first["held_out"] == []
     assert [row["group"] for row in first["samples"]] == [0, 0, 1, 1] * 40 + [0]
-    assert answers(second, "samples") == half and answers(second, "held_out") == HELD_OUT
+    assert answers(second, "samples") == half
+    assert answers(second, "held_out") == [
+        {key: value for key, value in (row | {"step": row["steps_done"]}).items() if key != "steps_done"}
+        for row in HELD_OUT]
     assert len(first["problems"]) == 5 and len(second["problems"]) == 3   # each one once, with its texts
     assert (first["flags"]["lr"], second["flags"]["lr"]) == (1e-3, 2e-3)
     assert second["flags"]["about.commit"] == "abc" and second["flags"]["about.versions.torch"] == "2.13"
     assert first["curves"].keys() == {"reward", "sigma", "own"}           # kl was never a number
     steps, values, mean = first["curves"]["reward"]
     assert (steps, values) == (list(range(41)), [s / 40 for s in range(41)]) and mean == report.smooth(values, 41 // 15)
+    assert second["curves"]["eval_accuracy"][:2] == [[0, 1, 21, 41], [0.0, 0.5, 0.5, 0.5]]    # steps done
+    assert "eval_accuracy_before" not in second["curves"]
 
 
 def answers(run, name):

@@ -73,7 +73,11 @@ def breaks_later(completion, problem):
 
 def best_after_two(completion, problem):
     calls.append(1)
-    return [1, 5, 5, 2][(len(calls) - 1) // 12] + len(calls) % 2
+    return [1, 0, 5, 5, 2][(len(calls) - 1) // 12] + len(calls) % 2
+
+def best_before_training(completion, problem):
+    calls.append(1)
+    return [5, 5, 2][(len(calls) - 1) // 12] + len(calls) % 2
 
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
@@ -319,7 +323,7 @@ def test_the_embedded_model_learns(runs):
     metrics = runs.metrics("learns")
     rewards = [m["reward"] for m in metrics]
     assert sum(rewards[:4]) / 4 < 0.5 and sum(rewards[-4:]) / 4 > 0.85, rewards
-    assert metrics[0]["eval_accuracy"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
+    assert metrics[0]["eval_accuracy_before"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
 @pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --lr-schedule constant",
@@ -444,11 +448,39 @@ def test_an_adapter_that_cannot_be_kept_is_kept_when_the_run_goes_on(runs):
 
 def test_the_best_adapter_is_that_of_the_first_highest_mean_reward_on_what_is_held_out(runs):
     runs.run("best", *"--steps 4 --reward my_rewards:best_after_two --eval-every 1 --keep 1".split())
-    assert [m.get("eval_reward") for m in runs.metrics("best")] == [1.5, 5.5, 5.5, 2.5]
+    metrics = runs.metrics("best")
+    assert metrics[0]["eval_reward_before"] == 1.5 and [m["eval_reward"] for m in metrics] == [0.5, 5.5, 5.5, 2.5]
     kept = runs.folder / "best" / "adapters"
     best, *steps = ((kept / name / "adapter_model.safetensors").read_bytes()
                     for name in ("best", *(f"step_{step:06d}" for step in range(1, 5))))
     assert [best == step for step in steps] == [False, True, False, False]
+
+
+def test_no_adapter_is_the_best_unless_it_beats_the_model_before_training(runs):
+    runs.run("worse", *"--steps 2 --reward my_rewards:best_before_training --eval-every 1 --keep 1".split())
+    metrics = runs.metrics("worse")
+    assert metrics[0]["eval_reward_before"] == 5.5 and [m["eval_reward"] for m in metrics] == [5.5, 2.5]
+    assert {path.name for path in (runs.folder / "worse" / "adapters").iterdir()} == {"step_000001", "step_000002"}
+
+
+@pytest.mark.parametrize("flags,evaluated", [("--steps 1", [1]), ("--steps 3 --eval-every 1", [1, 2, 3]),
+                                             ("--steps 3 --eval-every 2", [2, 3])])
+def test_a_run_is_evaluated_before_training_at_intervals_and_at_its_end(runs, flags, evaluated):
+    out = f"evaluated{flags}".replace(" ", "")
+    log = runs.run(out, *flags.split(), *"--lr 0.05 --temperature 2 --reward my_rewards:by_length".split())
+    rows = [json.loads(line) for line in runs.lines(out, "held_out.jsonl")]
+    metrics, rewards = runs.metrics(out), {}
+    for row in rows:
+        rewards.setdefault(row["steps_done"], []).append(row["task"])
+        assert row["step"] == max(row["steps_done"] - 1, 0)
+    assert list(rewards) == [0, *evaluated] and all(len(each) == 4 for each in rewards.values())
+    assert [m["step"] + 1 for m in metrics if "eval_reward" in m] == evaluated
+    assert [m["step"] for m in metrics if "eval_reward_before" in m] == [0]
+    logged = {0: metrics[0]["eval_reward_before"]} | {done: metrics[done - 1]["eval_reward"] for done in evaluated}
+    assert logged == pytest.approx({done: sum(each) / 4 for done, each in rewards.items()})
+    assert f"held-out reward {logged[0]:.3f} -> {logged[evaluated[-1]]:.3f}" in log
+    first, *_, last = [[row["mean_logprob"] for row in rows if row["steps_done"] == done] for done in rewards]
+    assert first != last                                                  # that of the trained adapter
 
 
 def killed_in_its_first_checkpoint():
@@ -539,8 +571,10 @@ KILLS = {
     "sampling": ("sampler", "Sampler.generate", 2, False),
     "grading": ("rewards", "grade_rows", 2, False),
     "after an update": ("learner", "Learner.update", 1, True),
-    "before the logs": ("harness.folder", "append_lines", 1, False),
-    "between the logs": ("harness.folder", "append_lines", 2, False),
+    "before the answers of the evaluation": ("harness.folder", "append_lines", 1, False),
+    "after them": ("harness.folder", "append_lines", 1, True),
+    "before the logs": ("harness.folder", "append_lines", 2, False),
+    "between the logs": ("harness.folder", "append_lines", 3, False),
     "before the snapshot": ("harness.folder", "Checkpoints.snapshot", 3, False),
     "before the save": ("harness.folder", "Checkpoints.save", 1, False),
     "in the save": ("harness.folder", "new_folder", 1, True),

@@ -95,6 +95,18 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in near]
 
 
+def evaluations(rows: list[dict]) -> list[dict]:
+    """The figures of evaluations in the rows of metrics.jsonl, each as a row of its own, in the
+    order of `step`, here the number of steps done: 0 before training.
+    """
+    found = []
+    for row in rows:
+        for key in [key for key in row if key.startswith("eval_")]:
+            step = 0 if key.endswith("_before") else row["step"] + 1
+            found.append({"step": step, key.removesuffix("_before"): row[key]})
+    return sorted(found, key=lambda row: row["step"])
+
+
 def flat(flags: dict, prefix: str = "") -> dict:
     """run.json without nesting: {"about": {"commit": "abc"}} becomes {"about.commit": "abc"}."""
     names = {}
@@ -108,6 +120,7 @@ def flat(flags: dict, prefix: str = "") -> dict:
 
 def read_answers(path: Path, problems: dict, group_size: int, every: int = 1) -> list[dict]:
     """The answers of samples.jsonl or held_out.jsonl of every `every`-th step; [] without the file.
+    In those of held_out.jsonl `step` becomes the number of steps done, as in evaluations().
 
     A problem comes up again and again, at least for each answer of its group, and prompts are
     long. So `id`, `question`, `answer` and `prompt` become `problem`, the number of the problem.
@@ -120,6 +133,7 @@ def read_answers(path: Path, problems: dict, group_size: int, every: int = 1) ->
         if not {*PROBLEM} <= row.keys():
             raise UserError(f"{path}: a row of step {row['step']} has no "
                             f"{min({*PROBLEM} - row.keys())}")
+        row["step"] = row.pop("steps_done", row["step"])
         group = count[row["step"]] // group_size
         count[row["step"]] += 1
         if row["step"] % every == 0:
@@ -140,11 +154,12 @@ def read_run(folder: Path, every: int = 1) -> dict:
     samples = read_answers(folder / "samples.jsonl", problems, flags["group_size"], every)
     held_out = read_answers(folder / "held_out.jsonl", problems, 1)        # of a few steps anyway
     # The panels' keys first, in their order; then all others that the run has logged.
-    keys = dict.fromkeys(PANELS) | dict.fromkeys(key for row in metrics for key in row)
+    evaluated = evaluations(metrics)
+    keys = dict.fromkeys(PANELS) | dict.fromkeys(key for row in metrics + evaluated for key in row)
     del keys["step"]
     curves = {}                                  # key -> steps, values, their moving mean
     for key in keys:
-        steps, values = series(metrics, key)
+        steps, values = series(evaluated if key.startswith("eval_") else metrics, key)
         if steps:
             curves[key] = steps, values, smooth(values, len(values) // 15)
     return {"name": str(folder), "flags": flat(flags), "curves": curves,
