@@ -14,7 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from test_prompts import TEMPLATES, thinking_tiny
+from helpers import TEMPLATES, thinking_tiny
 
 import evaluate
 import lora

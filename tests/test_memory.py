@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_lora import attach_to_some
+from helpers import attach_to_some
 
 import grpo
 import nvfp4
