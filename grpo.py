@@ -305,14 +305,14 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     sums = rollout_sums(policy.detach() - rollout)
     clipped_low = (weighted_advantage < 0) & (ratio < 1 - loss.clip_low)
     clipped_high = (weighted_advantage > 0) & (ratio > 1 + loss.clip_high)
-    sums["clip_ratio_low"] = clipped_low.sum().double()
-    sums["clip_ratio_high"] = clipped_high.sum().double()
+    sums["clip_ratio_low"] = clipped_low.double().sum()
+    sums["clip_ratio_high"] = clipped_high.double().sum()
     if reference is not None:
         # Not reweighted: k3 is averaged over the rollout's tokens, so under noise it is slightly
         # biased.
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
-        sums["kl"] = kl.detach().sum().double()
+        sums["kl"] = kl.detach().double().sum()
     return (weights * per_token).sum(), sums
 
 

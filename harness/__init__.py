@@ -1,4 +1,4 @@
-"""What any trainer needs: settings, data, files, checkpoints, ranks, console.
+"""What any trainer needs: settings, a start, a run folder with checkpoints, memory, console.
 
 Nothing here is specific to QeRL, and you can learn QeRL without reading it.
 """

@@ -76,7 +76,8 @@ class Model:
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
                          "(default: the bundled model, which has its own defaults)")
     train: str = setting("lora", "lora: an adapter on frozen weights; full: every weight of a "
-                         "16-bit model, by default with --base bf16 and --lr 3e-6",
+                         "16-bit model, by default with --base bf16 and --lr 3e-6 (the bundled "
+                         "model keeps its own rate)",
                          choices=("lora", "full"))
     base: str = setting("nvfp4", "format of the frozen linear layers", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(

@@ -218,7 +218,9 @@ def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits
     # so the last digits. A second start may measure other values: only the first one calibrates.
     if before is None or limits.memory_gib not in (None, before["memory_plan"]["memory_gib"]):
         return None
-    return memory.Limits(**before["memory_plan"])._replace(memory_gib=limits.memory_gib)
+    plan = before["memory_plan"]
+    known = {name: plan[name] for name in memory.Limits._fields if name in plan}
+    return memory.Limits(**known)._replace(memory_gib=limits.memory_gib)
 
 
 def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,

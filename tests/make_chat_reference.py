@@ -32,7 +32,7 @@ import jinja2
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from test_prompts import save_tokenizer
+from helpers import save_tokenizer
 
 from prompts import Tokenizer
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from test_convert import TINY, same_bytes
+from helpers import TINY, same_bytes
 from tiny_qwen2 import held_by, plain_logits
 
 import calibrate

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 import torch
-from test_prompts import TEMPLATES, save_tokenizer
+from helpers import TEMPLATES, save_tokenizer
 
 import lora
 import model as qwen

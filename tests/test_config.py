@@ -73,16 +73,16 @@ def test_out_of_range(flag, values, capsys):
 @pytest.mark.parametrize("flags", [
     "--warmup 0", "--warmup 1", "--sigma-start 0",
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
-    "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16"])
+    "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16 --prompts-per-step 16"])
 def test_edges_of_ranges_are_taken(flags):
     flag, value = flags.split()[:2]
     assert settings_of(*flags.split()).flat()[flag[2:].replace("-", "_")] == float(value)
 
 
 @pytest.mark.parametrize("flags", [
-    "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17", "--calibrate 8 --base nf4",
-    "--noise-schedule cosine", "--noise-stages 4",
-    "--sigma-end 1e-4"])                                                  # no noise is the default
+    "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17 --prompts-per-step 16",
+    "--calibrate 8 --base nf4", "--noise-schedule cosine --sigma-start 0", "--noise-stages 4 --sigma-start 0",
+    "--sigma-end 1e-4 --sigma-start 0"])
 def test_flags_that_contradict_each_other(flags):
     flag = flags.split()[0]
     with pytest.raises(UserError, match=f"^{flag} "):
@@ -114,7 +114,7 @@ def test_the_last_source_that_has_a_setting_gives_it(run, tmp_path):
         return settings_of(*flags).optim.lr
 
     recipe, folder = write(tmp_path / "mine.json", dict(lr=3, steps=5)), run("--model", "x", "--lr", "3e-5")
-    assert lr("--model", "x") == Settings().optim.lr != lr() == TINY_DEFAULTS["lr"]
+    assert (lr("--model", "x"), lr()) == (Settings().optim.lr, TINY_DEFAULTS["lr"])
     assert lr("--config", recipe) == lr("--config", recipe, "--model", "x") == 3
     assert lr("--config", f"{folder}/run.json") == lr("--resume", "--out", folder) == 3e-5
     for source in ([], ["--config", recipe], ["--config", f"{folder}/run.json"]):
@@ -222,7 +222,8 @@ def test_a_function_that_a_file_names_runs_only_if_the_flag_is_repeated(run, tmp
     ("--lr 3e-5", False), ("--steps 40", False), ("--steps 41", False), ("--model y", False), ("--data b.jsonl", False),
     ("--eval-data c.jsonl", False), ("--device cpu", False), ("--memory-gib 3", False), ("--keep 4", False)])
 def test_resume_refuses_other_settings_than_the_runs(run, flags, refused):
-    folder = run("--model", "x", "--lr", "3e-5", "--steps", "40")
+    begun = "--model x --base nvfp4 --lr 3e-5 --steps 40 --seed 0 --eval-every 20 --sigma-start 0"
+    folder = run(*begun.split())
     command = ["--resume", "--out", folder, *flags.split()]
     if not refused:
         settings_of(*command)

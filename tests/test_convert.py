@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import TINY, same_bytes
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
@@ -28,7 +29,6 @@ from tools import convert
 from weights import ModelFolder, Shards, load_nvfp4, model_tensors
 
 ROOT = Path(__file__).parent.parent
-TINY = ROOT / "tiny"
 
 
 def run(monkeypatch, *arguments):
@@ -38,10 +38,6 @@ def run(monkeypatch, *arguments):
         return convert.main()
     except SystemExit as stop:
         return stop.code
-
-
-def same_bytes(a, b):
-    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 # -----------------------------------------------------------------------------

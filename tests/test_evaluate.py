@@ -6,6 +6,7 @@ python -m pytest tests/test_evaluate.py -v
 import functools
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from test_prompts import TEMPLATES, thinking_tiny
+from helpers import TEMPLATES, thinking_tiny
 
 import evaluate
 import lora
@@ -132,8 +133,9 @@ def test_a_share_is_printed_in_percent_with_its_interval(capsys, monkeypatch):
                "rules": {"box": 3, "none": 1}, "pairs": 4}
     evaluate.print_result(figures, {}, torch.device("cpu"))
     *lines, last = capsys.readouterr().out.splitlines()
-    assert lines == ["pass@1          25.0 % [4.6, 69.9]", "length          10", "truncated       25.0 %",
-                     "rules           box 3, none 1", "pairs           4"]
+    numbers = {name: [float(number) for number in re.findall(r"[\d.]+", rest)]
+               for name, rest in (line.split(maxsplit=1) for line in lines)}
+    assert numbers == {"pass@1": [25, 4.6, 69.9], "length": [10], "truncated": [25], "rules": [3, 1], "pairs": [4]}
     assert json.loads(last)["pass@1"] == figures["pass@1"]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)        # a person does not have to look at the JSON
     evaluate.print_result(figures, {}, torch.device("cpu"))

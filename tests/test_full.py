@@ -106,7 +106,7 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
             now, _ = model.token_logprobs([row.prompt + row.completion for row in rollouts.rows],
                                           [len(row.prompt) for row in rollouts.rows], TEMPERATURE)
         drawn = torch.cat([row.logprobs for row in rollouts.rows])
-        torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 of test_lora.py
+        torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 of helpers.py
         batch = Batch(rollouts.rows, grpo.group_advantages(torch.arange(8.0), 4, "group"))
         assert learner.update(batch, grpo.token_weights(rollouts.sampled(), learner.loss, 12), lr=1e-2).grad_norm > 0
     assert addresses == [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]

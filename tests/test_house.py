@@ -17,7 +17,8 @@ import nvfp4
 import ops
 
 ROOT = Path(__file__).parent.parent
-# Who may import whom: a module imports its own row and the rows above it. What is not named here is the method.
+# Who may import whom: a module imports its own row and the rows above it. What is not named here is the method, or a
+# program if it has an `if __name__ == "__main__"`, which may import all of them.
 ROWS = [["env", "files", "ranks"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"],
         ["train", "evaluate"], ["tools", "study"]]
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_lora import adapted
+from helpers import adapted
 from tiny_qwen2 import merged, plain_logits
 
 import grpo

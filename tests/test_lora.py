@@ -3,10 +3,10 @@ A linear and its adapter against autograd through an explicit W + s * B @ A in f
 
 python -m pytest tests/test_lora.py -v
 """
-from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import FP32, adapted, tokens_of
 from safetensors.torch import load_file
 from tiny_qwen2 import SHAPES, merged, plain_logits, random_adapter, set_adapter
 
@@ -14,26 +14,6 @@ import nvfp4
 from lora import Linear, attach, load_adapter, save_adapter
 from model import load
 from sampler import Sampler, Sampling
-
-FP32 = 5e-5                                                               # on logits: as in test_model.py
-
-
-def adapted(case, rank=4, alpha=6, base="bf16", seed=2, **kwargs):
-    """The tiny model with a nonzero adapter, and that adapter's tensors by PEFT's names."""
-    model = load(case.folder, base=base, device="cpu", **kwargs)
-    attach(model, rank=rank, alpha=alpha)
-    tensors = random_adapter(case.raw, rank, seed=seed)
-    set_adapter(model, tensors)
-    return model, tensors
-
-
-def attach_to_some(model, linears, rank=4):
-    """Gives an adapter to these linears of a model alone, as a fork may: attach() covers every linear."""
-    model.adapter = attach(SimpleNamespace(modules=lambda: linears, dtype=model.dtype), rank)
-
-
-def tokens_of(case, *shape):
-    return torch.randint(case.raw["vocab_size"], shape, generator=torch.Generator().manual_seed(8))
 
 
 def plain(case, adapter, scale, tokens):

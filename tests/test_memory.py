@@ -7,12 +7,13 @@ python -m pytest tests/test_memory.py -v
 import copy
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_lora import attach_to_some
+from helpers import attach_to_some
 
 import grpo
 import nvfp4
@@ -24,10 +25,12 @@ from learner import AdamW, Learner
 from lora import attach
 from model import ModelConfig, load
 from sampler import Sampler
-from tools.bench import SIZES
 
 ROOT = Path(__file__).parent.parent
 TINY = json.loads((ROOT / "tiny" / "config.json").read_text())
+SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True), "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "14b": (5120, 13824, 48, 40, 8, 152064, False), "32b": (5120, 27648, 64, 40, 8, 152064, False)}
 # Every plan here is for 8 sequences of 96 tokens: prompts of 32, answers of 64.
 PROMPT, NEW, ROWS = 32, 64, 8
 
@@ -88,11 +91,11 @@ def gpu(monkeypatch, loaded):
 
 
 def test_the_memory_table_adds_up_to_the_limit_and_measuring_leaves_no_gradient(gpu, capsys):
-    gpu.plan(48.0, tokens=200)
-    sizes = {line[:22].strip(): float(line[22:].split()[0]) for line in capsys.readouterr().out.splitlines()}
-    assert sizes.pop("together") == 48.0 == pytest.approx(sum(sizes.values()), abs=0.04)           # two decimals each
-    assert sizes["longest micro-batch"] == 4
-    assert sizes["activations"] + sizes["KV pool"] == pytest.approx(48 - 2 - 4 - 0.6 - 0.03 * 48, abs=0.02)
+    plan = gpu.plan(48.0, tokens=200)
+    *parts, together = [float(size) for size in re.findall(r"([\d.]+) GiB", capsys.readouterr().out)]
+    assert together == 48.0 == pytest.approx(sum(parts), abs=0.04)         # two decimals each
+    assert plan.measured[200] == 4 * GIB
+    assert plan.free / GIB == pytest.approx(48 - 2 - 0.6 - 0.03 * 48, abs=0.02)
     assert not gpu.adapter.master.grad.any()
 
 
@@ -364,6 +367,14 @@ def test_a_resumed_run_divides_the_memory_anew_only_if_what_it_had_does_not_fit(
             setup.divide_memory(learner, began, Rollout(), 512, 0)
 
 
+def test_a_resumed_run_begins_with_its_memory_plan_unless_memory_gib_is_new():
+    plan = dict(memory_gib=8.0, kv_gib=3.0, micro_batch_tokens=4096, max_rows=64)
+    before = {"memory_plan": plan | {"a_forks": 1}}
+    assert setup.limits_at_start(before, Limits())._asdict() == plan | {"memory_gib": None}
+    assert setup.limits_at_start(before, Limits(8.0)) == Limits(**plan)
+    assert setup.limits_at_start(before, Limits(9.0)) is setup.limits_at_start(None, Limits()) is None
+
+
 @pytest.mark.parametrize("base", nvfp4.FORMATS)
 def test_the_bytes_of_a_model_by_arithmetic_are_those_that_it_takes(base):
     model = load(ROOT / "tiny", base, "cpu", torch.bfloat16)
@@ -393,7 +404,8 @@ def test_a_model_that_exceeds_the_card_is_refused_by_arithmetic(monkeypatch, siz
 
 
 @pytest.mark.parametrize("gib,fits", [(8.9, True), (8.8, False)])
-def test_full_fine_tuning_takes_18_bytes_a_parameter(gib, fits):
+def test_full_fine_tuning_takes_18_bytes_a_parameter(monkeypatch, gib, fits):
+    monkeypatch.setattr(Learner, "OPTIMIZER", AdamW)
     # 0.494 billion of them, without norms and biases: 8.28 GiB; CUDA: 0.6.
     wanted = SimpleNamespace(model="0.5b", base="bf16", lora_rank=32, train="full")
     limit = gib * GIB

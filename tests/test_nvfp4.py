@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import same_bytes
 from safetensors.torch import load_file
 
 import nvfp4
@@ -18,10 +19,6 @@ REFERENCE = load_file(Path(__file__).parent / "nvfp4_reference.safetensors")
 CASES = sorted({name.split(".")[0] for name in REFERENCE})
 BASES = ["nvfp4", "bf16", "mxfp4", "nf4"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU")
-
-
-def same_bytes(a, b):
-    return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 # -----------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import FP32, adapted, attach_to_some
 from safetensors.torch import load_file, save_file
-from test_lora import FP32, adapted, attach_to_some
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 from files import UserError

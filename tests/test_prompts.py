@@ -5,12 +5,12 @@ What Qwen's own templates write is in chat_reference.json, from make_chat_refere
 python -m pytest tests/test_prompts.py -v
 """
 import json
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import ANSWER, QWEN_SYSTEM, TEMPLATES, TINY, TURNS, save_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import prompts as prompts_py
@@ -20,69 +20,6 @@ from prompts import Tokenizer, encode_prompts, split_problems, usable_problems
 from tasks.problems import Problem, load_problems
 
 ROOT = Path(__file__).parent.parent
-TINY = ROOT / "tiny"
-
-
-def save_tokenizer(folder, template=None, thinks=False):
-    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 the control tokens. thinks: as in Qwen3's,
-    <think> and </think> are tokens of their own and not special, ids 259 and 260.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    file = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    file.decoder = decoders.ByteLevel()
-    file.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
-    if thinks:
-        file.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
-    file.save(str(folder / "tokenizer.json"))
-    if template is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-# Chat templates that write the same as Qwen's: the beginning, what all of them have in common; then how each lets an
-# answer begin. make_chat_reference.py shows the same of Qwen's own texts.
-TURNS = r"""{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-{%- endfor %}"""
-TURNS_WITHOUT_THINKING = r"""{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' and '</think>' in content %}
-        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
-{%- endfor %}"""
-ANSWER = r"""
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}"""
-QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-TEMPLATES = {
-    "qwen2.5": r"{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\n" + QWEN_SYSTEM
-               + r"<|im_end|>\n' }}{%- endif %}" + TURNS + ANSWER,
-    "instruct": TURNS + ANSWER,
-    "qwen3": TURNS_WITHOUT_THINKING + r"""
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- endif %}
-{%- endif %}""",
-    "thinking": TURNS_WITHOUT_THINKING + ANSWER.replace(r"assistant\n", r"assistant\n<think>\n"),
-}
-
-
-def thinking_tiny(folder, template):
-    """The tiny model with this template, and with <think> and </think> among ids that its tokenizer has to spare."""
-    shutil.copytree(TINY, folder)
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    first = 1 + max([*raw["model"]["vocab"].values(), *(token["id"] for token in raw["added_tokens"])])
-    raw["added_tokens"] += [raw["added_tokens"][0] | {"id": first + i, "content": tag, "special": False}
-                            for i, tag in enumerate(("<think>", "</think>"))]
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
 
 
 def text_of(tokenizer, ids):

@@ -285,9 +285,10 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
     assert [row["prompt"] for row in rows] == ["asks a"] * 2 + ["asks b"] * 2
-    assert rows[1] == {"id": "a", "question": "qa", "answer": "5", "prompt": "asks a",
-                       "completion": "the answer is 6.", "extracted": "6", "rule": "marker", "correct": 0.0,
-                       "format": 0.0, "length": 2, "finished": True, "mean_logprob": -1.5, "task": 0.0}
+    told = {"id": "a", "question": "qa", "answer": "5", "prompt": "asks a", "completion": "the answer is 6.",
+            "extracted": "6", "rule": "marker", "correct": 0.0, "format": 0.0, "length": 2, "finished": True,
+            "mean_logprob": -1.5, "task": 0.0}
+    assert {name: rows[1][name] for name in told} == told                  # a fork may add keys
 
 
 @pytest.mark.parametrize("style,completion,correct,form,rule", [

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import TEMPLATES, thinking_tiny
 from safetensors.torch import load_file, save_file
-from test_prompts import TEMPLATES, thinking_tiny
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate

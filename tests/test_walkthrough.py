@@ -72,7 +72,8 @@ def test_the_page_shows_what_the_script_prints():
     assert short.count("range(1)") == 1 and list(page) == list(sections)
     *exact, last = sections
     for title in exact:
-        assert not differences(sections[title], page[title]), title
+        assert not differences(sections[title], page[title]), \
+            f"{title}: `python tests/test_walkthrough.py` writes what the script prints into the page"
     assert len(sections[last].splitlines()) == len(page[last].splitlines()) and last.startswith("10.")
 
 

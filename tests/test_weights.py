@@ -11,9 +11,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from helpers import FP32, adapted, same_bytes, tokens_of
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from test_lora import FP32, adapted, tokens_of
 from tiny_qwen2 import SHAPES, TARGETS, merged, plain_logits, random_tensors, write_folder
 
 import nvfp4
@@ -36,10 +36,6 @@ from weights import (
 
 HERE = Path(__file__).parent
 GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
-
-
-def same_bytes(a, b):
-    return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def plain(case, tokens):

@@ -16,7 +16,7 @@ import grpo
 import lora
 import nvfp4
 import rewards
-from harness.config import TINY_DEFAULTS, TINY_MODEL
+from harness.config import TINY_MODEL
 from harness.setup import configure_cpu
 from learner import Batch, Learner
 from model import load
@@ -26,7 +26,7 @@ from tasks.problems import load_problems, problems_at
 from weights import Shards
 
 SEED = 0
-STEPS = TINY_DEFAULTS["steps"]                   # training steps of a run of python train.py
+STEPS = 48                                       # training steps of the run
 STEP = 10                                        # the training step that we look at
 PLACE = 165                                      # of our problem in the run: the sixth of that step
 GROUP_SIZE = 8
@@ -206,8 +206,7 @@ old = learner_logprobs()
 show_losses(old)
 
 # %% 8. One update
-# A backward pass, and a step of AdamW on all A and B. 5e-4 is the peak learning rate of the bundled
-# model.
+# A backward pass, and a step of AdamW on all A and B.
 learner = Learner(model, loss)
 batch = Batch(rollouts.rows, advantages)
 start = adapter.master.detach().clone()
