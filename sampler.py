@@ -42,9 +42,11 @@ A row's own tokens start a new kv_block, so shared kv_blocks are never written t
   each read, and 1 on a CPU. A row that ends inside a window stays in the batch until the window is
   over. A GPU's batch also has spare rows, since only some numbers of rows have a CUDA graph.
   Rollouts.idle counts both.
-- A row gets kv_blocks as it grows. When the pool runs dry, the newest row is preempted: it returns
-  its kv_blocks and waits, and later its prompt and its tokens so far are prefilled again. The
-  oldest row is never preempted, so every request finishes.
+- A prefix keeps its kv_blocks until the last sequence of its group ends; a row gets its own as it
+  grows. When the pool runs dry, prefixes that only waiting sequences use are freed first, to be
+  prefilled again later. Then the newest row is preempted: it returns its kv_blocks and waits, and
+  later its prompt and its tokens so far are prefilled again. The oldest row is never preempted, so
+  every request finishes.
 - Randomness is a hash. The token after position t of sample g of the prompt at place p of the run
   is drawn with the random number u(seed, p, g, t), independent of batch, window, preemption and
   number of GPUs, which can change a token only through rounding.
@@ -164,7 +166,6 @@ class Sampler:
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = (engine or engine_for(model.device))(model, kv, max_rows)
         self.pool = BlockPool(kv.shape[2])
-        self.ahead = []                          # prefixes prefilled before any row needed them
         self.max_length = max_length
         self.max_rows = max_rows
 
@@ -183,7 +184,6 @@ class Sampler:
         sequences = self._sequences(prompts, group_size, sampling, places)
         # A new pool, since a call that ended in an exception did not return its kv_blocks.
         self.pool = BlockPool(self.engine.kv.shape[2])
-        self.ahead = []
         waiting = deque(sequences)
         running = []                             # the rows of the decode batch, oldest first
         computed = 0
@@ -213,7 +213,7 @@ class Sampler:
             places = range(len(prompts))
         sequences = []
         for prompt, place in zip(prompts, places, strict=True):
-            prefix = Prefix(prompt[:-1])
+            prefix = Prefix(prompt[:-1], users=group_size)
             pos = len(prompt) - 1
             for g in range(group_size):
                 row = len(sequences)
@@ -232,22 +232,21 @@ class Sampler:
         new = []
         while waiting and len(running) < self.max_rows:
             prefix = waiting[0].prefix
-            if not running and len(self.pool) < prefix.missing + 1:
-                self._drop_ahead()
             # This row and each running row may need one more kv_block in the coming window. Without
             # that reserve _grow would preempt this one at once and waste its prefill.
-            if running and len(self.pool) < prefix.missing + 1 + len(running):
-                break
+            if prefix.missing + 1 + len(running) > len(self.pool):
+                if running:
+                    break
+                self._free_waiting_prefixes(waiting, running)    # now the entire pool is free
             if prefix.missing:
-                prefix.blocks = self.pool.take(prefix.missing)
+                prefix.blocks = self.pool.allocate(prefix.missing)
                 new.append(prefix)
-            prefix.users += 1
             running.append(waiting.popleft())
         self._prefill(new + self._ride_along(new, waiting, len(running)))
 
     def _ride_along(self, new, waiting, rows):
         """The next waiting prefixes that fit into the prefill of `new`, with their kv_blocks."""
-        # In kv_blocks. Two per running row must stay free, or what rides along is soon dropped.
+        # In kv_blocks. Two per running row must stay free, or what rides along is soon freed.
         room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
                    len(self.pool) - 2 * (rows + 1))
         along = []
@@ -256,17 +255,9 @@ class Sampler:
                 break
             if s.prefix.missing:
                 room -= s.prefix.missing
-                s.prefix.blocks = self.pool.take(s.prefix.missing)
+                s.prefix.blocks = self.pool.allocate(s.prefix.missing)
                 along.append(s.prefix)
-        self.ahead += along
         return along
-
-    def _drop_ahead(self):
-        """Frees prefixes that were prefilled but have no row yet; they will be computed again."""
-        for prefix in self.ahead:
-            if not prefix.users:
-                self.pool.give(prefix.blocks)
-        self.ahead.clear()
 
     def _prefill(self, prefixes):
         """Prefills prefixes in packs of at most PREFILL_TOKENS tokens; a longer one goes alone."""
@@ -284,7 +275,7 @@ class Sampler:
 
     def _grow(self, waiting, running):
         """Gives every row its kv_blocks for the next window, oldest row first. When the pool runs
-        dry, it drops prefixes without a row, then preempts the newest row. Returns how many rows
+        dry, it frees prefixes that no row uses, then preempts the newest row. Returns how many rows
         were preempted.
         """
         rows = len(running)
@@ -294,24 +285,40 @@ class Sampler:
             end = min(s.pos + self.engine.window, s.limit)
             need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
             if need > len(self.pool):
-                self._drop_ahead()
+                self._free_waiting_prefixes(waiting, running)
             if need <= len(self.pool):
-                s.blocks += self.pool.take(need)
+                s.blocks += self.pool.allocate(need)
                 i += 1
             else:
                 self._preempt(running.pop(), waiting)
+                # The preempted row is next: prefixes behind it must not keep it waiting.
+                self._free_waiting_prefixes(waiting, running)
                 assert running, "the pool has room for one sequence: see allocate_kv"
         return rows - len(running)
 
     def _preempt(self, s, waiting):
-        """A sequence returns its kv_blocks and goes to the front of the queue.
+        """A running sequence returns its kv_blocks and goes to the front of the queue.
 
         Its prompt and its tokens so far, except the last, become its own prefix, prefilled when it
         resumes. It keeps position and key, so it draws what it would have drawn.
         """
         self._release(s)
-        s.prefix = Prefix((s.prompt + s.completion)[:-1])
+        s.prefix = Prefix((s.prompt + s.completion)[:-1], users=1)
         waiting.appendleft(s)
+
+    def _release(self, s):
+        """Frees a sequence's own kv_blocks, and those of its prefix if it is the last user."""
+        self.pool.free(s.blocks)
+        s.prefix.users -= 1
+        if s.prefix.users == 0:
+            self.pool.free(s.prefix.blocks)
+
+    def _free_waiting_prefixes(self, waiting, running):
+        """Frees the prefixes that only waiting sequences use; they are prefilled again later."""
+        in_use = {s.prefix for s in running}
+        for s in waiting:
+            if s.prefix not in in_use:
+                self.pool.free(s.prefix.blocks)
 
     def _decode_batch(self, running):
         """The running rows on the device, copied there as one tensor."""
@@ -358,13 +365,6 @@ class Sampler:
         running[:] = [s for s in running if not s.ended]
         return sum(made)
 
-    def _release(self, s):
-        """A sequence leaves the batch; the last one of a prefix frees the prefix too."""
-        self.pool.give(s.blocks)
-        s.prefix.users -= 1
-        if s.prefix.users == 0:
-            self.pool.give(s.prefix.blocks)
-
 
 # -----------------------------------------------------------------------------
 # Sequences and their kv_blocks
@@ -382,18 +382,18 @@ class BlockPool:
     """
 
     def __init__(self, count: int):
-        self.free = list(range(count - 1, 0, -1))
+        self.free_blocks = list(range(count - 1, 0, -1))
 
     def __len__(self) -> int:
-        return len(self.free)
+        return len(self.free_blocks)
 
-    def take(self, n: int) -> list[int]:
+    def allocate(self, n: int) -> list[int]:
         """Hands out n kv_blocks. The caller has checked that there are enough."""
-        return [self.free.pop() for _ in range(n)]
+        return [self.free_blocks.pop() for _ in range(n)]
 
-    def give(self, blocks: list[int]) -> None:
+    def free(self, blocks: list[int]) -> None:
         """Takes kv_blocks back and empties the caller's list of them."""
-        self.free += blocks
+        self.free_blocks += blocks
         blocks.clear()
 
 
@@ -403,8 +403,8 @@ class Prefix:
     and values. These depend on adapter and noise, which must be the same for the entire group.
     """
     tokens: list[int]
+    users: int                                   # its sequences that have not ended
     blocks: list[int] = field(default_factory=list)
-    users: int = 0                               # running sequences; the last one frees the blocks
 
     @property
     def missing(self) -> int:

@@ -7,6 +7,7 @@ python -m pytest tests/test_sampler.py -v
 import math
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -154,9 +155,9 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
                 super().prefill(tokens, blocks, lengths)
 
         sampler = Sampler(model, max_length=130, max_rows=max_rows, kv_gib=kv_gib, engine=Counting)
-        free = sorted(sampler.pool.free)
+        free = sorted(sampler.pool.free_blocks)
         out = generate(sampler, prompts, group_size, 60, places, end_ids=end_ids, temperature=1.3, seed=5)
-        assert sorted(sampler.pool.free) == free
+        assert sorted(sampler.pool.free_blocks) == free
         return out, len(prefills)
 
     want, prefills = rollouts()
@@ -400,10 +401,15 @@ class AuditedSampler(Sampler):
     """Checks before every window that each kv_block is free or belongs to one prefix or one row, and none is lost."""
     preempted = waited = 0                                                # waited: windows with a prefix of no row
 
+    def _grow(self, waiting, running):
+        self.waiting = waiting
+        return super()._grow(waiting, running)
+
     def _decode_batch(self, running):
-        prefixes = {id(prefix): prefix for prefix in [*self.ahead, *(s.prefix for s in running)]}.values()
-        self.waited += any(prefix.blocks and not prefix.users for prefix in prefixes)
-        blocks = self.pool.free + [b for s in running for b in s.blocks]
+        users = Counter(s.prefix for s in [*self.waiting, *running])
+        prefixes, in_use = [*users], {s.prefix for s in running}
+        self.waited += any(prefix.blocks and prefix not in in_use for prefix in prefixes)
+        blocks = self.pool.free_blocks + [b for s in running for b in s.blocks]
         blocks += [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
         assert len(set(map(id, running))) == len(running) <= self.max_rows
@@ -411,7 +417,8 @@ class AuditedSampler(Sampler):
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
             assert len(s.blocks) * KV_BLOCK - own in range(KV_BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
-            assert prefix.users == sum(s.prefix is prefix for s in running)
+            assert prefix.users == users[prefix]
+        assert not any(prefix.missing for prefix in in_use)
         rows, leader = super()._decode_batch(running), 0
         for row, (s, count) in enumerate(zip(running, rows.siblings.tolist())):
             leader = row if count else leader                             # rows [leader, leader + count): one prefix
@@ -461,7 +468,7 @@ def test_a_thousand_random_requests_match_a_plain_loop():
             made, ended = zip(*reported)
             assert sum(made) == rollouts.num_tokens and sorted(sum(ended, [])) == [*range(len(limits))]
             assert 0 <= rollouts.idle < 1
-            assert sorted(sampler.pool.free) == list(range(1, sampler.engine.kv.shape[2]))
+            assert sorted(sampler.pool.free_blocks) == list(range(1, sampler.engine.kv.shape[2]))
             requests, told = requests + len(rollouts.completions), told + rollouts.preempted
             stopped, shared = stopped + sum(finished(rollouts)), shared + (group_size > 1)
         preempted, waited = preempted + sampler.preempted, waited + sampler.waited
@@ -480,14 +487,25 @@ def test_the_smallest_pool_holds_any_one_sequence(max_length):
             assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), max_length - length)
 
 
+def test_the_smallest_pool_gives_up_a_waiting_prefix_for_the_row_that_is_next():
+    # Seven kv_blocks. A prefix of 96 tokens takes three, and the second row has 64 tokens of its own when it is
+    # preempted: it returns to a prefix of five, while the third row waits for the other.
+    sampler = AuditedSampler(HashModel(), 192, 2, minimal_gib(HashModel(), 192), engine=HashEngine)
+    prompt = [2 + i % 7 for i in range(97)]
+    rollouts = generate(sampler, [prompt], 3, 95)
+    for g in range(3):
+        assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), 95, ends=())
+    assert rollouts.preempted > 0
+
+
 def test_a_pool_gives_out_every_block_but_the_first_once():
     pool = BlockPool(6)
-    mine, its = pool.take(2), pool.take(3)
+    mine, its = pool.allocate(2), pool.allocate(3)
     assert sorted(mine + its) == [1, 2, 3, 4, 5] and len(pool) == 0       # block 0 is for rows that do not count
-    pool.give(mine)
+    pool.free(mine)
     assert mine == [] and len(pool) == 2
-    pool.give(its)
-    assert len(pool) == 5 and sorted(pool.take(5)) == [1, 2, 3, 4, 5]
+    pool.free(its)
+    assert len(pool) == 5 and sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
 
 
 def test_a_pool_that_holds_less_than_one_sequence_is_refused():
@@ -579,6 +597,33 @@ def test_a_row_waits_until_the_live_rows_can_grow_and_no_prefill_is_wasted():
     sampler = Sampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=Recording)
     rollouts = generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
     assert sizes == [[32, 32], [32]] and rollouts.preempted == 0
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 4, 6, 12, 64])
+@pytest.mark.parametrize("ahead", [0, 5])
+def test_a_prefix_is_prefilled_once_however_few_of_its_group_run_at_a_time(max_rows, ahead):
+    tokens = []
+
+    class Recording(HashEngine):
+        prefill_ahead = ahead
+
+        def prefill(self, new, blocks, lengths):
+            tokens.extend(new.tolist())
+            super().prefill(new, blocks, lengths)
+
+    sampler = AuditedSampler(HashModel(), 200, max_rows, engine=Recording)
+    prompts = [[3 + n] * 41 for n in range(8)]                            # prefixes of 40 tokens
+    rollouts = sampler.generate(prompts, 8, Sampling([1 + n % 20 for n in range(64)]))
+    assert sorted(tokens) == [3 + n for n in range(8) for _ in range(40)] and rollouts.preempted == 0
+
+
+def test_a_preempted_row_takes_the_kv_blocks_of_a_prefix_that_waits_behind_it():
+    windows = []
+    # Seven kv_blocks. Rows 4 and 3 are preempted; row 5, of their group, has not run yet.
+    sampler = AuditedSampler(HashModel(), 140, 5, minimal_gib(HashModel(), 140, extra=1), engine=HashEngine)
+    rollouts = sampler.generate([[3] * 33, [4] * 33], 3, Sampling([100, 10, 40, 70, 70, 70]),
+                                progress=lambda made, sequences: windows.append([s.row for s in sequences]))
+    assert windows[3:6] == [[0, 2, 3, 4], [0, 2], [0, 3]] and rollouts.preempted == 3
 
 
 def test_a_prefill_takes_the_prefixes_that_wait_next_along():
