@@ -94,14 +94,20 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
     r"""Whether the answer is a formula with an operator that occurs in the question and is not the
     gold: \boxed{\binom{18}{12}} equals 18564, but nothing has been computed.
 
-    Spelling and the order of terms do not matter. A policy can still write X + 0 for a formula X.
+    A part of the question is that formula if it has the same symbols in any order and equals the
+    gold: 7+12 is 12+7, but 7/2 is not 2/7. A policy can still write X + 0 for a formula X.
     """
     formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
     if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
         return False
-    text = symbols(clean(question))
-    return any(sorted(text[i:i + len(formula)]) == formula
-               for formula in formulas for i in range(len(text) - len(formula) + 1))
+    question = clean(question)
+    text = symbols(question)
+    hits = [(i, i + len(formula) - 1)  # the first and the last symbol
+            for formula in formulas for i in range(len(text) - len(formula) + 1)
+            if sorted(text[i:i + len(formula)]) == formula]
+    places = list(SYMBOL.finditer(question)) if hits else []
+    parts = {question[places[i].start():places[j].end()] for i, j in hits}
+    return any(is_equal(with_brackets(part), gold) for part in parts)
 
 
 def sides(answer: str) -> list[str]:
@@ -111,8 +117,28 @@ def sides(answer: str) -> list[str]:
 
 
 def symbols(s: str) -> list[str]:
-    r"""The symbols except brackets, + and *: x+\frac12 and 1/2 + x have the same ones."""
-    return SYMBOL.findall(s.replace(r"\frac", "/"))
+    r"""The symbols, each number whole, except brackets, + and *: x+\frac12 and 1/2 + x have the
+    same ones.
+    """
+    return ["/" if symbol == r"\frac" else symbol.strip().replace(",", "")
+            for symbol in SYMBOL.findall(s)]
+
+
+def with_brackets(part: str) -> str:
+    r"""A part of a formula with the brackets that it lacks: x)/(y is (x)/(y). Empty if it begins
+    inside braces and ends after them, as the 1}{2 of \frac{1}{2} does.
+    """
+    before = after = ""  # the missing brackets
+    for character in part:
+        if character in "({":
+            after = (")" if character == "(" else "}") + after
+        elif character == after[:1]:
+            after = after[1:]
+        elif character == ")":
+            before += "("
+        elif character == "}":
+            return ""
+    return before + part + after
 
 
 def format_tags(text: str) -> int:
@@ -228,7 +254,9 @@ AFTER = re.compile(rf"""[$)]* (?:
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
     """, re.VERBOSE | re.IGNORECASE)
-SYMBOL = re.compile(r"\\[A-Za-z]+|[^\s(){}+*,]")
+# 1,234.5 is one symbol, but \frac12 has three.
+SYMBOL = re.compile(r"\\[A-Za-z]+|(?<=\\frac|binom)\s*[0-9]"
+                    r"|[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+|[^\s(){}+*,]")
 # What makes a formula more than a value; -5 and 2\pi are values. 60 digits come from \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
                       rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
