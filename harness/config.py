@@ -195,8 +195,8 @@ class Watching:
     """evaluation and checkpoints"""
     eval_every: int = setting(20, "steps between evaluations on held-out problems", AT_LEAST_1)
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
-    keep: int | None = setting(None, "keep the adapter of every KEEPth step, and the best one if it "
-                               "beats the start, in OUT/adapters", AT_LEAST_1, place=True)
+    keep: int | None = setting(None, "keep the adapter of every KEEPth step, and the best one if "
+                               "it beats the start, in OUT/adapters", AT_LEAST_1, place=True)
 
 
 @dataclass(frozen=True)

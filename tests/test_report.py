@@ -41,7 +41,8 @@ SAMPLES = [sample(step, f"p-{k}", float(k % 2), "box" if k else "none", f"step {
 # The evaluations before training and after 1, 21 and 41 steps: p-1 is learned, p-2 never.
 PROMPT = "<|im_start|>system\nbe brief<|im_end|>\nWhat is p-%d?"
 HELD_OUT = [answer(step, f"p-{k}", float(k == 1 and done > 0), completion=f"held {k} at {done}: \\boxed{{7}}",
-                   prompt=PROMPT % k, steps_done=done) for step, done in ((0, 0), (0, 1), (20, 21), (40, 41)) for k in (1, 2)]
+                   prompt=PROMPT % k, steps_done=done)
+            for step, done in ((0, 0), (0, 1), (20, 21), (40, 41)) for k in (1, 2)]
 
 
 def write_run(folder, samples=SAMPLES, held_out=(), **flags):
