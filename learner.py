@@ -37,8 +37,8 @@ class Batch:
 
     advantages: of the rows, (B,) fp32. old: row -> its old log-probs (grpo.py), for rows that this
     rank trains on: (completion tokens,) fp32, detached, on the model's device, from
-    keep_old_logprobs() or else from the learner's first pass over the row. seen: the rows that any
-    rank has trained on in an earlier update.
+    compute_old_logprobs() or else from the learner's first pass over the row. seen: the rows that
+    any rank has trained on in an earlier update.
     """
     rows: list[Row]
     advantages: Tensor
@@ -195,10 +195,14 @@ class Learner:
         return {name: value.cpu() for name, value in total.items()}
 
     @torch.no_grad()
-    def keep_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
+    def compute_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
         """Computes batch.old of all rows before the first of several updates on different rows, at
-        the cost of a forward pass. minibatches: the weights of each.
+        the cost of a forward pass. A loss that clips around the rollout needs none.
+
+        minibatches: the weights of each.
         """
+        if grpo.CORRECTIONS[self.loss.correction].proximal != "old":
+            return
         for weights in minibatches:              # dealt to the ranks as in the update
             for numbers in self._share(batch, self._trained(batch, weights), RANK, WORLD):
                 tokens, starts, lengths = as_tokens([batch.rows[b] for b in numbers])
@@ -231,7 +235,7 @@ class Learner:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         rollout = torch.cat([row.logprobs for row in rows]).to(device)
-        # Without keep_old_logprobs(), a row's first pass keeps its log-probs for later ones.
+        # Without compute_old_logprobs(), a row's first pass keeps its log-probs for later ones.
         for b, logprobs in zip(numbers, policy.detach().split(lengths)):
             if b not in batch.old:
                 # A rank keeps them only for its own rows. --epochs repeats the same updates, which

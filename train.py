@@ -252,8 +252,8 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
                                objective.overlong == "mask")
         rates = learning_rates(optim, step, steps, len(weights))
         batch = Batch(rollouts.rows, advantages)
-        if optim.updates_per_rollout > 1:        # else a row's first pass computes them anyway
-            run.learner.keep_old_logprobs(batch, weights[:optim.updates_per_rollout])
+        if optim.updates_per_rollout > 1:        # else the first update computes them anyway
+            run.learner.compute_old_logprobs(batch, weights[:optim.updates_per_rollout])
         updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]
         done = time.perf_counter()
 

@@ -206,7 +206,7 @@ def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeyp
 def test_minibatches_share_the_old_policy_from_before_the_first(tiny, loss, changes):
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     halves = [torch.where(half[:, None], weights, 0.0) for half in (torch.arange(16) < 8, torch.arange(16) >= 8)]
-    learner.keep_old_logprobs(batch, halves)
+    learner.compute_old_logprobs(batch, halves)
     trained = [b for b in range(16) if weights[b].any() and batch.advantages[b] != 0]
     rows = [batch.rows[b] for b in trained]
     with torch.no_grad():
