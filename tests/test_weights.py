@@ -410,7 +410,8 @@ def test_short_names_and_hub_ids_are_downloaded(monkeypatch, name, hub):
 
 @pytest.mark.parametrize("name", ["llama-7b", "Qwen2.5-7B", "Qwen2.5-7B-Instruct", "/no/folder", "./my-model", "../x",
                                   "~/x", "a/b/c", "my-model/"])
-def test_names_that_lead_nowhere_are_refused(name):
+def test_names_that_lead_nowhere_are_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for refuses in (hub_id, resolve, ModelFolder):
         with pytest.raises(UserError, match=f"^--model {name}: "):
             refuses(name)
