@@ -53,8 +53,9 @@ def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
     add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
     add("--temperature", type=number(float, "[0, 1000]"), help="0: greedy (default: 0, or "
         "0.6 for several answers)")
-    for name, default in dict(thinking="off", device=None, memory_gib=None, seed=0).items():
+    for name, default in dict(thinking="off", device=None, memory_gib=None).items():
         add_flag(parser, name, default)
+    add_flag(parser, "seed", 0, "of the sampling (default: 0)")
 
 
 def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,

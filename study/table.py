@@ -4,16 +4,17 @@ The study's figures, recomputed from results.csv, and its picture:
     python study/table.py
     python study/table.py accuracy.svg
 
-results.csv has one row a run: arm and seed, model, data, codes of the frozen weights ("trained": full fine-tuning, where
-none are frozen), learning rate (lr), noise (sigma) and how the loss corrects for it, steps, the number of test problems,
-and the right answers in percent before and after training: greedy, and sampled (8 answers a problem at temperature 1).
+results.csv has one row per run: arm and seed, model, data, codes of the frozen weights ("trained": full fine-tuning,
+where none are frozen), learning rate (lr), noise (sigma) and how the loss corrects for it, steps, the number of test
+problems, and the right answers in percent before and after training: greedy, and sampled (8 answers per problem at
+temperature 1).
 
 A line of the output is arm A minus arm B in points of right answers after training, with the half width of its 95 %
 interval by three rules:
 
     paired    Student's t over the differences of the seeds that both arms have
-    Welch     Welch's t over the seeds of either arm: pairs are worth little where seeds hardly correlate. Where the arms
-              have other seeds, it is about another difference, that of the means of all seeds
+    Welch     Welch's t over the seeds of either arm: pairs are worth little where seeds hardly correlate. Where the
+              arms have other seeds, it is about another difference, that of the means of all seeds
     pooled    the seeds that both arms have, with the common variance over seeds of all arms of that model and data
               that train an adapter; the better one where there are two or three seeds
 
@@ -101,10 +102,11 @@ def values(arms: dict, names: str, kind: str) -> dict[int, float]:
 
 
 def pooled_variance(arms: dict, like: dict, kind: str) -> tuple[float, int]:
-    """The variance over seeds within arms of the same model and data that train an adapter, and its degrees of freedom."""
+    """The variance over seeds within arms of the same model and data that train an adapter; its degrees of freedom."""
     firsts = {name: next(iter(arm.values())) for name, arm in arms.items()}
-    groups = [[float(row[kind]) for row in arm.values() if row[kind]] for name, arm in arms.items()
-              if all(firsts[name][key] == like[key] for key in ("model", "data")) and firsts[name]["codes"] != "trained"]
+    alike = [arm for name, arm in arms.items() if firsts[name]["codes"] != "trained"
+             and all(firsts[name][key] == like[key] for key in ("model", "data"))]
+    groups = [[float(row[kind]) for row in arm.values() if row[kind]] for arm in alike]
     groups = [group for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in groups)
     return sum((len(group) - 1) * variance(group) for group in groups) / freedom, freedom
