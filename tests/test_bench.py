@@ -71,6 +71,17 @@ def test_a_random_qwen3_has_its_own_heads_norms_and_vocabulary(on_cpu, monkeypat
         assert model(torch.arange(12).view(1, 12)).isfinite().all()
 
 
+def test_a_step_on_several_gpus_plans_memory_for_the_whole_steps_prompts(measured, monkeypatch):
+    """divide_memory gives each rank its share of them."""
+    def divide(learner, plan, sizes, **more):
+        raise InterruptedError(f"{sizes.prompts_per_step} prompts")
+
+    monkeypatch.setattr(bench, "divide_memory", divide)
+    monkeypatch.setattr(bench, "share", lambda items: items[:1])
+    with pytest.raises(InterruptedError, match="^3 prompts"):
+        measured("step")
+
+
 @pytest.mark.parametrize("low,high,mean", [(50, 1024, 300), (50, 1024, 200), (256, 1024, 512)])
 def test_drawn_lengths_have_the_mean_asked_for_and_a_long_tail(low, high, mean):
     lengths = bench.drawn_lengths(512, low, high, mean)

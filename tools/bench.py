@@ -220,8 +220,8 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
     advantages = grpo.group_advantages(torch.arange(B) % 2, G, "group")  # none is 0: all rows train
     mine = share(questions)
     limits = Sampling(share(torch.tensor(lengths).view(-1, G)).flatten().tolist())
-    sizes = Rollout(prompts_per_step=len(mine), group_size=G, max_new_tokens=longest,
-                    max_rows=args.max_rows)
+    sizes = Rollout(prompts_per_step=prompts, group_size=G, max_new_tokens=longest,
+                    max_rows=args.max_rows)      # of all ranks, as in train.py
     plan = memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
     sampler = divide_memory(learner, plan, sizes, max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
