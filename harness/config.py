@@ -196,7 +196,7 @@ class Watching:
     eval_every: int = setting(20, "steps between evaluations on held-out problems", AT_LEAST_1)
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
     keep: int | None = setting(None, "keep the adapter of every KEEPth step, and the best one if "
-                               "it beats the start, in OUT/adapters", AT_LEAST_1, place=True)
+                               "it beats the start, in OUT/adapters", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,8 @@ NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "memory_plan"}
 NAME_FUNCTIONS = "prompt_style", "reward"
 # Paths that may change when a run is resumed: problems_sha256 and weights_sha256 compare contents.
 MAY_MOVE = "model", "data", "eval_data"
+# What may change then; training does not depend on it.
+MAY_CHANGE = *MAY_MOVE, "keep"
 
 
 def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
@@ -451,12 +453,12 @@ def check_together(settings: Settings) -> None:
 
 def check_resumed(given: dict, file: dict, held: dict, path: Path) -> None:
     """UserError unless run.json has all settings of a run and no flag contradicts it. Only --steps
-    may grow, and MAY_MOVE may change. file: run.json's content; held: the settings in it.
+    may grow, and MAY_CHANGE may change. file: run.json's content; held: the settings in it.
     """
     for name in without_places(FIELDS):
         if name not in file:
             raise UserError(f"{path}: has no {name}, so no run wrote it")
         had = held.get(name)
         grows = name == "steps" and given.get(name, had) > had
-        if given.get(name, had) != had and not grows and name not in MAY_MOVE:
+        if given.get(name, had) != had and not grows and name not in MAY_CHANGE:
             raise UserError(f"--resume: {option(name)} is {given[name]!r}, the run had {had!r}")

@@ -30,7 +30,7 @@ import model as qwen
 import rewards
 from files import UserError, counted
 from harness import console, memory
-from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_places
+from harness.config import MAY_CHANGE, MAY_MOVE, Model, Objective, Rollout, Settings, without_places
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
@@ -289,7 +289,7 @@ def begin(run: Run) -> Progress:
             if began_with != about[what]:
                 say(f"{what} was {began_with}, is now {about[what]}: results may differ from an "
                     "uninterrupted run")
-        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
+        changes = {name: run.flags[name] for name in (*MAY_CHANGE, "steps")
                    if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)

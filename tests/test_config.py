@@ -101,12 +101,18 @@ def test_every_setting_is_a_flag_and_comes_back_from_run_json(run):
     given = settings_of("--model", "x/qwen", "--lr", "0.5", "--memory-gib", "2", "--seed", "7")
     assert (given.optim.lr, given.memory.memory_gib, given.general.seed) == (0.5, 2.0, 7)
     assert given.flat().keys() == FIELDS.keys() and Settings.of(given.flat()) == given
-    folder = run("--model", "x/qwen", "--lr", "0.5", "--seed", "7", "--keep", "3")
+    folder = run("--model", "x/qwen", "--lr", "0.5", "--seed", "7")
     again, before = read_settings(["--resume", "--out", folder])
     assert again == Settings.of(given.flat() | dict(memory_gib=None, out=folder))    # not the machine's, the folder's
     assert before == json.loads(Path(folder, "run.json").read_text())
     with pytest.raises(dataclasses.FrozenInstanceError):
         given.optim.lr = 1
+
+
+def test_a_resumed_run_keeps_adapters_as_before_or_as_it_is_now_told(run):
+    folder = run("--model", "x/qwen", "--keep", "3")
+    assert settings_of("--resume", "--out", folder).watching.keep == 3
+    assert settings_of("--resume", "--out", folder, "--keep", "5").watching.keep == 5
 
 
 def test_the_last_source_that_has_a_setting_gives_it(run, tmp_path):
@@ -167,7 +173,7 @@ def test_another_run_does_not_hand_on_what_it_decided_for_its_own_model(run):
     ("base", "int3"), ("warmup", 2), ("lora_rank", 10**12),      # a value
     ("train_norms", False), ("preset", "paper"), ("entropy_coef", 0.1), ("Lr", 0.1), ("", 1), ("help", 1),
     ("config", "x"),                                             # no setting, a fork's
-    ("out", "x"), ("device", "cpu"), ("memory_gib", 3), ("keep", 3)])        # of the machine
+    ("out", "x"), ("device", "cpu"), ("memory_gib", 3)])        # of the machine
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_wrong_entry_of_a_file_is_refused_by_name(run, name, value, resume):
     folder = run("--model", "x", **{name: value})
