@@ -96,13 +96,16 @@ class Turns:
 
 def main() -> None:
     flags = [flag for flag in sys.argv[1:] if flag != "--no-results"]
+    if {"-h", "--help"} & {*flags}:
+        print("calculator.py trains on runs/clock.jsonl with a tool; --no-results leaves its calls\n"
+              "unanswered. All other flags are those of train.py:\n")
     problems = Path("runs/clock.jsonl")
-    problems.parent.mkdir(exist_ok=True)
-    rows = [{"question": question, "answer": str(clock(int(answer)))}
-            for _, question, answer in arithmetic("train")]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with env.one_line("calculator.py"):
         settings, before = read_settings(["--data", str(problems), *flags])
+        problems.parent.mkdir(exist_ok=True)
+        rows = [{"question": question, "answer": str(clock(int(answer)))}
+                for _, question, answer in arithmetic("train")]
+        problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with claimed(Path(settings.general.out), before is not None):
             run = prepare(settings, before)
     sample = Turns(run.tokenizer, (lambda text: "") if "--no-results" in sys.argv else calculate)

@@ -1,27 +1,25 @@
 """
-The study's figures, recomputed from results.csv, and its picture:
+Recompute the study's figures from results.csv, or draw its picture.
 
-    python study/table.py
-    python study/table.py accuracy.svg
+    python study/table.py                    the figures
+    python study/table.py accuracy.svg       the picture
 
-results.csv has one row per run: arm and seed, model, data, codes of the frozen weights ("trained": full fine-tuning,
-where none are frozen), learning rate (lr), noise (sigma) and how the loss corrects for it, steps, the number of test
-problems, and the right answers in percent before and after training: greedy, and sampled (8 answers per problem at
-temperature 1).
+results.csv has one row per run: arm and seed, model, data, codes of the frozen
+weights ("trained": full fine-tuning), learning rate, noise (sigma), correction,
+steps, number of test problems, and the right answers in percent before and
+after training: greedy, and sampled (8 per problem at temperature 1).
 
-A line of the output is arm A minus arm B in points of right answers after training, with the half width of its 95 %
-interval by three rules:
+A difference is arm A minus arm B in points after training, with the half width
+of its 95 % interval (other seeds, same test problems and 4-bit conversions):
 
-    paired    Student's t over the differences of the seeds that both arms have
-    Welch     Welch's t over the seeds of either arm: pairs are worth little where seeds hardly correlate. Where the
-              arms have other seeds, it is about another difference, that of the means of all seeds
-    pooled    the seeds that both arms have, with the common variance over seeds of all arms of that model and data
-              that train an adapter; the better one where there are two or three seeds
-
-All say where the figure would lie with other seeds on the same test problems, from the same 4-bit conversions.
+    paired    Student's t over the seeds that both arms have
+    Welch     Welch's t over all seeds of either arm, for the difference of
+              their means
+    pooled    the seeds that both arms have, with the common variance of all
+              LoRA arms of that model and data; best for two or three seeds
 """
+import argparse
 import csv
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev, variance
@@ -172,9 +170,13 @@ def picture(arms: dict) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(usage="table.py [picture.svg]", description=__doc__.strip(),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", nargs="?", type=Path, help="SVG file to draw instead")
+    out = parser.parse_args().picture
     arms = read(Path(__file__).with_name("results.csv"))
-    if sys.argv[1:]:
-        Path(sys.argv[1]).write_text(picture(arms))
+    if out:
+        out.write_text(picture(arms))
         return
     print("right answers in percent: before -> after training, mean of the seeds\n")
     for name, arm in arms.items():

@@ -1,13 +1,15 @@
 """
-One problem through one training step, from prompt to update, with every number.
+Follow one problem through one training step, from prompt to update.
 
-    python -m tools.walkthrough          the bundled model, on a CPU, offline, about half a minute
+    python -m tools.walkthrough     offline, on a CPU, about half a minute
 
-Read it from top to bottom like a notebook: each cell (# %%) is one part of a training step, and
-editors that know the marks can run them one by one. train.py calls the same functions, for sixteen
-problems at once. docs/walkthrough.md shows and explains the output.
+docs/walkthrough.md shows and explains the output. The script reads like a
+notebook: each cell (# %%) is one part of a training step, and editors that know
+the marks run them one by one. train.py calls the same functions, for sixteen
+problems at once.
 """
 import math
+import sys
 
 import torch
 
@@ -24,6 +26,10 @@ from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling
 from tasks.problems import load_problems, problems_at
 from weights import Shards
+
+if {"-h", "--help"} & {*sys.argv[1:]}:
+    print(__doc__.strip())
+    sys.exit()
 
 SEED = 0
 STEPS = 48                                       # training steps of the run
