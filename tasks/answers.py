@@ -35,25 +35,22 @@ Where graders disagree, these are the choices:
     sums and integrals are compared as text
 """
 import re
-from decimal import Decimal, localcontext
 from functools import lru_cache
 from typing import NamedTuple, Union
 from zlib import crc32
 
 from tasks.decimals import (
-    CONTEXT,
-    DEGREE,
-    HUNDRED,
     INFINITY,
     ONE,
     PI,
     TEN,
     TWO,
-    ZERO,
     E,
     I,
     Number,
     apply_function,
+    mp,
+    settle,
     unknown,
 )
 
@@ -99,7 +96,7 @@ RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom 
     dots ...  cdots ...  degree °  bmod \mod  pmod \mod  varphi \phi  vartheta \theta
     varepsilon \epsilon  lg \log""")
 TRIG = frozenset("sin cos tan cot sec csc".split())
-FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan arccot sinh cosh tanh ln log exp sqrt max min
+FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan ln log exp sqrt max min
     gcd abs floor ceil""".split())
 
 
@@ -434,9 +431,9 @@ class Point:
         """A value that looks random and depends only on the name and the point."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
         if self.index >= len(RANGES):
-            return Number(Decimal(1 + seed % 15))  # whole, because n! has a value only there
+            return Number(1 + seed % 15)  # whole, because n! has a value only there
         low, high = RANGES[self.index]
-        value = Number(Decimal(low + (high - low) * seed / 2 ** 32))
+        value = Number(mp.mpf(low + (high - low) * seed / 2 ** 32))
         is_negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
         return -value if is_negative else value
 
@@ -452,15 +449,17 @@ class Point:
         if x.kind == "()" and op in "*/":
             return Group("()", [self.compute(op, item, y) for item in x.items])
         x = number(x)
-        is_root = op == "^" and not (x.im == 0 and (y + y).is_whole())
-        return self.apply(op, x, y, work=65 if is_root else 12 if op == "^" else 5)
+        is_root = op == "^" and not isinstance(y.value, int)
+        return self.apply(op, x, y, work=20 if is_root else 12 if op == "^" else 5)
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
         """A function of numbers, which costs as much as 20 operands, more for long numbers."""
         numbers = [number(x) for x in args]
         if name in COUNTING:
             work = int(min(numbers[0].size(), 3_000)) // 7 + 9
-        self.spend(work + min(max(0, numbers[0].re.adjusted()), 1_000) // 40)
+        if isinstance(numbers[0].value, int):
+            work += min(numbers[0].value.bit_length(), 3_300) // 130
+        self.spend(work)
         value = apply_function(name, numbers, varies=bool(self.signs))
         self.says_nothing |= name in COUNTING and value.size() == 0
         return value
@@ -473,10 +472,10 @@ def number(x: Reading) -> Number:
     if x.kind == "number":
         return x
     if x.kind == "%":
-        return x.items[0] / HUNDRED
+        return Number(x.items[0].value / mp.mpf(100))
     if x.kind in ("eq", "rel"):
         raise SyntaxError("a relation is not a number")
-    return x.items[0] if x.kind == "mod" else unknown(x)
+    return x.items[0] if x.kind == "mod" else Number(unknown(x))
 
 
 # -----------------------------------------------------------------------------
@@ -633,7 +632,8 @@ class Reader:
         if op in ("beside", "mixed"):
             before = self.tokens[self.at - 1]
             right = self.expression(BINDING[op])
-            is_mixed = op == "mixed" and left == self.literal(before) and 0 < number(right).re < 1
+            is_mixed = op == "mixed" and left == self.literal(before)
+            is_mixed = is_mixed and 0 < number(right).real() < 1
             return compute("+" if is_mixed else "*", left, right)
         if op == ":":
             return self.ratio(left, start)
@@ -647,7 +647,7 @@ class Reader:
             self.point.spend(5)
             return Group("%", [number(left)])
         if op == "°":  # counts only where the degrees are the argument of a function
-            return compute("*", left, DEGREE) if self.trig else left
+            return compute("/", compute("*", left, PI), Number(180)) if self.trig else left
         right = self.expression(BINDING[op])
         if op == r"\setminus":
             return without(left, right)
@@ -720,9 +720,11 @@ class Reader:
         raise SyntaxError(f"unexpected {token}")
 
     def literal(self, token: str) -> Number:
-        value = Decimal(token)
-        is_decimal = token.partition(".")[2].isdigit()
-        return Number(value, ZERO, len(value.as_tuple().digits) if is_decimal else 0)
+        decimals = token.partition(".")[2]
+        if not decimals.isdigit():
+            return Number(settle(mp.mpf(token)) if "e" in token.lower() else int(token))
+        digits = len(token.replace(".", "").lstrip("0"))
+        return Number(settle(mp.mpf(token)), digits, mp.mpf(10) ** -len(decimals))
 
     def group(self, opener: str) -> Reading:
         items = self.listing(CLOSERS[opener])
@@ -746,7 +748,8 @@ class Reader:
         r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|; the name or the first | is taken."""
         if name == "sqrt":
             [degree] = self.listing(("]",)) if self.accept("[") else [TWO]
-            return self.point.compute("^", self.expression(POSTFIX), ONE / number(degree))
+            exponent = self.point.compute("/", ONE, degree)
+            return self.point.compute("^", self.expression(POSTFIX), exponent)
         marks = {}  # base and exponent
         while mark := self.accept("_", "^"):
             marks[mark] = self.argument()
@@ -886,17 +889,16 @@ def rounds_to(decimal: Number, x: Number) -> bool:
     digits on it may also be x cut off, which is nearer to 0 by less than one unit of the last
     place, or x with the noise of a float, 0.30000000000000004; neither if x is such a decimal too.
     """
-    if not 6 <= decimal.digits <= 50 or x.im:  # more than 50 digits are as good as all
+    if not 6 <= decimal.digits <= 50:  # more than 50 digits are as good as all
         return False
-    error = abs(x.re - decimal.re)
-    place = decimal.re.as_tuple().exponent  # -2 for 1.25
-    unit = ONE.re.scaleb(place)
+    error = abs(x.value - decimal.value)
+    apart = settle(2 * error / decimal.unit)  # in halves of the last place
     if decimal.digits >= 10 > x.digits:
-        is_cut = abs(decimal.re) < abs(x.re) and error < unit
-        is_noise = decimal.digits >= 16 and place <= -10 and error <= abs(x.re) / 10 ** 15
+        is_cut = decimal.size() < x.size() and apart < 2
+        is_noise = decimal.digits >= 16 and decimal.unit < 2e-10 and error <= x.size() / 10 ** 15
         if is_cut or is_noise:
             return True
-    return 2 * error <= unit
+    return apart <= 1
 
 
 def same(a: Reading, b: Reading, point: Point) -> bool:
@@ -1137,8 +1139,7 @@ def is_equal(pred: str, gold: str) -> bool:
         return pred.strip() != ""
     try:
         a, b = map(clean, sorted((pred, gold)))  # so that the order cannot matter
-        with localcontext(CONTEXT):
-            return same_answer(a, b)
+        return same_answer(a, b)
     except UNREADABLE:
         return False
 
@@ -1175,8 +1176,7 @@ def can_read(gold: str) -> bool:
         s = clean(gold)
         if 0 < len(s) <= MAX_ANSWER and not word_key(s):
             answer = Answer(split_unit(s)[0])
-            with localcontext(CONTEXT):
-                answer.at(Point(answer.names))
+            answer.at(Point(answer.names))
         return 0 < len(s) <= MAX_ANSWER
     except UNREADABLE as error:
         return isinstance(error, ArithmeticError)  # it can be read, but this point is a pole
