@@ -196,12 +196,9 @@ E = Number(mp.exp(1))
 INFINITY = Number(unknown("infinity"), digits=-1)  # equals itself; nothing is computed with it
 
 
-def apply_function(name: str, args: list[Number], varies: bool) -> Number:
-    """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits.
-
-    varies: the arguments depend on variables. A value that is too large to compute is then an
-    ArithmeticError, and the caller tries another point. A constant has no other point, so it
-    becomes an unknown number. 1/0 and ln 0, which have no value, raise in both cases.
+def apply_function(name: str, args: list[Number]) -> Number:
+    """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits. ArithmeticError if it has
+    no value, or one that is too large to compute.
     """
     if name not in FORMULAS:  # arcsec
         raise SyntaxError(f"no function {name}")
@@ -209,9 +206,4 @@ def apply_function(name: str, args: list[Number], varies: bool) -> Number:
         raise ArithmeticError("infinity is not a number")
     values = [mp.mpf(x.value) if isinstance(x.value, int) and x.value.bit_length() > 3_330
               else x.value for x in args]
-    try:
-        return Number(settle(FORMULAS[name](*values)))
-    except ArithmeticError as error:
-        if varies or isinstance(error, ZeroDivisionError):
-            raise
-        return Number(unknown(name, *(sorted(values, key=repr) if name == "+" else values)))
+    return Number(settle(FORMULAS[name](*values)))
