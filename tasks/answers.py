@@ -363,7 +363,6 @@ Reading = Union[Number, Group, Relation]
 # its digits; the third is just above 1; two have room for differences between functions that agree
 # near 1; the last is large, where 17 - e^x and |12 - x| have changed their sign.
 RANGES = ((0.96, 1), (0.96, 1), (1, 1.045), (2, 5), (2, 5), (13, 33))
-MAX_POINTS = 36        # tried for six values; from the seventh on the variables are whole
 
 
 class Point:
@@ -381,7 +380,6 @@ class Point:
         self.work = MAX_WORK
         self.factors = {}          # between two equations at the first point, see proportional()
         self.index = 0
-        self.says_nothing = False  # was a binomial 0 here, as it is for any k > n?
 
     def spend(self, amount: int) -> None:
         """SyntaxError once the work is used up: the answers are too long to compare."""
@@ -392,9 +390,7 @@ class Point:
     def variable(self, name: str) -> Number:
         """A value that looks random and depends only on the name and the point."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
-        if self.index >= len(RANGES):
-            return Number(1 + seed % 15)  # whole, because n! has a value only there
-        low, high = RANGES[self.index]
+        low, high = RANGES[self.index % len(RANGES)]
         value = Number(mp.mpf(low + (high - low) * seed / 2 ** 32))
         is_negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
         return -value if is_negative else value
@@ -417,14 +413,12 @@ class Point:
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
         """A function of numbers, which costs as much as 20 operands, more for long numbers."""
         numbers = [number(x) for x in args]
-        if name in COUNTING:
-            work = int(min(numbers[0].size(), 3_000)) // 7 + 9
         if isinstance(numbers[0].value, int):
             work += min(numbers[0].value.bit_length(), 3_300) // 130
+        if name in ("factorial", "binom"):
+            work = int(min(numbers[0].size(), 3_000)) // 7 + 60
         self.spend(work)
-        value = apply_function(name, numbers)
-        self.says_nothing |= name in COUNTING and value.size() == 0
-        return value
+        return apply_function(name, numbers)
 
 
 def number(x: Reading) -> Number:
@@ -457,7 +451,6 @@ CLOSERS = {  # half-open intervals mix round and square brackets
     "|": ("|",), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",),
 }
 ENCLOSING = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
-COUNTING = ("factorial", "binom", "gcd")  # of whole numbers only
 FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
 # What an operand may begin with, and what ends an argument without brackets: \sin 2x \cos y.
 STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
@@ -1021,9 +1014,8 @@ RULES = {
 
 
 def same_function(a: Answer, b: Answer) -> bool:
-    """Equal at all of six points. A point where either has no value (a pole, the factorial of 0.97,
-    lost digits) says nothing, so it is skipped and another is tried; three points must be left. An
-    answer that has values at whole points only is tried at all of them.
+    """Equal at all of six points. A point where either has no value (a pole, lost digits) says
+    nothing, so it is skipped and another is tried; three points must be left.
     """
     if a.branches == b.branches:
         return True
@@ -1032,15 +1024,11 @@ def same_function(a: Answer, b: Answer) -> bool:
     if not names:
         return same(a.at(point), b.at(point), point)
     found = 0
-    wanted = 6
-    while point.index < MAX_POINTS and found < wanted:
-        if point.index == len(RANGES) and not found:
-            wanted = MAX_POINTS
-        point.says_nothing = False
+    while point.index < 2 * len(RANGES) and found < len(RANGES):
         try:
             if not same(a.at(point), b.at(point), point):
                 return False
-            found += not point.says_nothing
+            found += 1
         except (ArithmeticError, ValueError):
             pass
         point.index += 1

@@ -5,13 +5,11 @@ Floats cannot decide whether two answers are equal: e^(pi*sqrt(163)) and 2625374
 30 digits and differ. Here two numbers are equal if 50 digits agree. The other 50 leave room for
 rounding errors, so answers are never merely "close".
 
-Three rules keep that true:
+Two rules keep that true:
 
     integers        They are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}.
     lost digits     10^60 + 1 would keep the 1, 10^60 * pi + 1 would not keep enough of it. A sum
                     whose smaller term has lost its digits has no value instead of a wrong one.
-    unknowns        A constant with too many digits, such as 2^(2^2001), is replaced by a number
-                    made from the text of the operation, which equals practically only itself.
 
 Work is bounded: exponents, factorials and the arguments of functions have limits.
 """
@@ -30,6 +28,7 @@ ROUNDING = mp.mpf("1e-50")       # relative: a smaller difference is nothing but
 LOST = mp.mpf("1e-45")           # a term this much smaller than the other has lost its digits
 MAX_WHOLE = 10 ** 45             # the largest integer whose last digit can be trusted
 MAX_BITS = 6_600                 # of a power of integers: 2,000 digits
+MAX_FACTORIAL = 3_000
 MAX_ARGUMENT = 10 ** 25          # of a function: a full turn leaves enough digits of such an angle
 
 
@@ -153,10 +152,24 @@ def step(x: Value) -> Value:
     return x - unknown(f"{float(part):.6f}") / 2 ** 14 if part else x
 
 
-def whole(x: Value, limit: int = MAX_WHOLE) -> int:
-    if not isinstance(x, int) or abs(x) > limit:
-        raise ArithmeticError("not whole, or too large")
-    return x
+def factorial(n: Value) -> Value:
+    """n!, which the gamma function continues to numbers that are not whole."""
+    if abs(n) > MAX_FACTORIAL:
+        raise ArithmeticError("too large")
+    return math.factorial(n) if isinstance(n, int) and n >= 0 else mp.factorial(n)
+
+
+def binomial(n: Value, k: Value) -> Value:
+    if isinstance(n, int) and isinstance(k, int) and 0 <= n <= MAX_FACTORIAL:
+        return math.comb(n, k) if k >= 0 else 0
+    return divide(factorial(n), factorial(k) * factorial(add(n, -k)))
+
+
+def gcd(*numbers: Value) -> Value:
+    """Of numbers that are not whole it is an unknown, which equals only itself."""
+    if all(isinstance(x, int) for x in numbers):
+        return math.gcd(*numbers)
+    return unknown("gcd", *sorted(numbers, key=abs))
 
 
 FORMULAS = {
@@ -184,9 +197,9 @@ FORMULAS = {
     "ceil": lambda x: -floor(-x),
     "floor of a variable": step,
     "ceil of a variable": lambda x: -step(-x),
-    "factorial": lambda n: math.factorial(whole(n, 3_000)),
-    "binom": lambda n, k: math.comb(whole(n, 3_000), whole(k)),
-    "gcd": lambda *args: math.gcd(*map(whole, args)),
+    "factorial": factorial,
+    "binom": binomial,
+    "gcd": gcd,
 }
 
 ONE, TWO, TEN = map(Number, (1, 2, 10))
