@@ -234,8 +234,8 @@ def clean(s: str) -> str:
     return SPELLED.get(s.strip("« »").lower().replace(" ", "-"), s)
 
 
-# A unit is a dictionary of powers: "5 square miles per hour" has {"mile": 2, "hour": -1}. Here are
-# the words that are known, synonyms joined by "="; a plural s is allowed after each.
+# A unit is a set of words: "5 square miles per hour" has {"2", "mile", "hour"}. Here are the words
+# that are known, synonyms joined by "="; a plural s is allowed after each.
 UNIT = {}
 for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m=meter=metre
         km=kilometer=kilometre inch=in=inches foot=feet=ft yard=yd mile=mi unit
@@ -243,15 +243,13 @@ for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m
         dollar=usd=buck cent=penny=pennies euro pound=lb rupee yuan yen
         mg=milligram g=gram=gm kg=kilogram ounce=oz ton=tonne
         liter=litre=l ml=milliliter=millilitre gallon quart pint cup
-        radian=rad celsius fahrenheit watt=w joule=j newton=n volt=v""".split():
+        radian=rad celsius fahrenheit watt=w joule=j newton=n volt=v
+        mile/hour=mph km/hour=kmh=kph foot/second=fps
+        2=square=sq=squared 3=cubic=cu=cubed""".split():
     for word in names.split("="):
         UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = names.split("=")[0]
-SPEED = {"mph": "mile/hour", "kmh": "km/hour", "kph": "km/hour", "fps": "foot/second"}
-# Words and digits that say how often a unit counts.
-POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "2": 2, "3": 3}
 # Words that may follow any value, as a known unit may. They are not units: 5 people is 5 students.
-COUNTED = frozenset("""per people person student way point time square cubic sq cu squared cubed
-    mph kmh kph fps""".split())
+COUNTED = frozenset("per people person student way point time".split())
 # Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
 MULTIPLES = r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|lakh|crore|googol|ten|hal[fv]e?
     |third|over|plus|minus|mod|modulo|pi|factorial|sqrt|(?:[a-z]*(?:teen|tie|illion)|four|fif|six
@@ -274,66 +272,53 @@ RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
 UNIT_END = re.compile(
     rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS})){RAISED_UNIT}"
     rf"(?:\s*/\s*(?:«[^«»]*»|[A-Za-z]+){RAISED_UNIT})?\s*\.?$")
-BARE_NUMBER = re.compile(r"[-+]?[0-9.,/\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
-PLAIN_NUMBER = re.compile(r"[-+]?[0-9][0-9.,/]*")
+BARE_NUMBER = re.compile(r"[-+]?[0-9.,/:\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
 
 
-def powers(words: str) -> dict[str, int]:
-    """"square miles per hour" -> {"mile": 2, "hour": -1}. Other words do not count."""
-    found = {}
-    words = re.sub(r"[a-z]+", lambda match: SPEED.get(match[0], match[0]), words.lower())
-    for i, part in enumerate(re.split(r"/|\bper\b", words)):
-        for before, word, after in re.findall(
-                r"(?:\b(square|sq|cubic|cu)\b\W+)?([a-z]+)\W*(squared|cubed|[23])?", part):
-            if word in UNIT:
-                power = POWERS.get(before or after, 1)
-                found[UNIT[word]] = found.get(UNIT[word], 0) + (-power if i else power)
-    return found
+def unit_of(words: str) -> set[str]:
+    """"square miles per hour" -> {"2", "mile", "hour"}. Other words do not count."""
+    found = re.findall(r"[a-z]+|[23]", words.lower())
+    return {part for word in found if word in UNIT for part in UNIT[word].split("/")}
 
 
-def split_unit(s: str) -> tuple[str, dict[str, int]]:
-    """"12 cm" -> "12" and {"cm": 1}. A unit is «text», known words, or any few words after a
-    plain number; "20 percent" becomes 20%. Words that change the value ("not", "half") stay where
-    they are, so that the answer cannot be read as if they were not there.
+def split_unit(s: str) -> tuple[str, set[str]]:
+    """"12 cm" -> "12" and {"cm"}. A unit is «text», known words, or any few words after a plain
+    number; "20 percent" becomes 20%. Words that change the value ("not", "half") stay where they
+    are, so that the answer cannot be read as if they were not there.
     """
-    found = {}
     end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
+    unit = set()
     if end:
         wrapped, plain = end.groups()
         value = s[:end.start()].strip()
         words = (wrapped or plain or "").lower().strip(" .").replace("/", " ").split()
         is_known = all(word in UNIT or word.rstrip("s") in COUNTED for word in words)
-        if plain and not is_known:
-            shortest = 3 if s[end.start(2) - 1].isspace() else 4  # "5 men", but not 6xy
+        if plain and (not is_known or words[-1] in PRODUCTS):  # "5 men", but not 6xy
+            is_apart = ":" in value or s[end.start(2) - 1].isspace()
+            shortest = 4 if not is_apart else 2 if is_known else 3
             if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
-                return s, found
-        is_product = plain and words[-1] in PRODUCTS and ":" not in value and not (
-            PLAIN_NUMBER.fullmatch(value) and s[end.start(2) - 1].isspace())
+                return s, unit
         is_changed = any(map(NOT_UNITS.fullmatch, words)) \
             or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
         is_shape = "*" in value and not is_known  # a 3 \times 4 matrix is not 12
-        if is_product or is_shape or is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
-            return s, found
-        found = powers(end[0])
+        if is_shape or is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
+            return s, unit
+        unit = unit_of(end[0]) or {"thing"}
         s = value
     if s.endswith("%"):
-        found["%"] = 1
+        unit = {"%", *unit} - {"thing"}
     elif s.endswith("°") and not re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)", s):
-        found["degree"] = 1  # the sign itself stays, because only the reader knows what it means
-    elif end and not found:
-        found["thing"] = 1
-    return s, found
+        unit = {"degree", *unit} - {"thing"}  # only the reader knows what the sign itself means
+    return s, unit
 
 
-def clash(a: dict[str, int], b: dict[str, int]) -> bool:
+def clash(a: set[str], b: set[str]) -> bool:
     """Are two units different? No unit goes with any unit, "square units" with cm^2 and m^2, and
     things that are counted with each other: 5 people is 5 students, but not 5 cm.
     """
-    if not a or not b or a == b:
-        return False
-    if "unit" in a or "unit" in b:
-        return sorted(a.values()) != sorted(b.values())
-    return True
+    if "unit" in a | b:
+        return bool(a and b) and a & {"2", "3"} != b & {"2", "3"}
+    return bool(a and b) and a != b
 
 
 # -----------------------------------------------------------------------------
