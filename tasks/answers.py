@@ -100,8 +100,7 @@ FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan ln log exp sqrt max min
     gcd abs floor ceil""".split())
 
 
-# Units of one letter, which count only in \text{}. K may be a thousand and A a choice, so neither is
-# one.
+# Units of one letter in \text{}: not K, a thousand, nor A, a choice.
 LETTERS = frozenset("m g s h L N J W V".split())
 UPRIGHT = re.compile(r"\\(?:text(?:rm|normal)?|mathrm|[mh]box)(?![a-z])")
 AFTER_VALUE = re.compile(r"(?:(?<!_)[0-9]|[)}]|\\pi)\s*$")
@@ -136,10 +135,11 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
      r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
+    # 5 m; but \$5\text{ m} are millions
+    (r"^\$?(?:\\\$|[€£¥₹]).*[0-9]\s*\\(?:text|mathrm)\s*\{\s*m\s*\}\$?\.?$", r"\g<0> million"),
+    (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshLNJWV])\.?$", r"\1 «\3»"),
     # tabs and the like are spaces
     (r"[^\S\n]", " "),
-    # a doubly escaped \\frac; but inside a matrix \\ ends a row
-    (r"(?<!\\)\\\\(?=[A-Za-z]{2})(?!.*\\end\b)", r"\\"),
     # 1,\!234 and 1{,}234 are one number, in brackets too
     (r"(?<=[0-9])(?<!\b0)(?:,\s*\\!|\s*\{\s*,\s*\})\s*(?=[0-9]{3}(?![0-9]))", ""),
     # \\[4pt], the end of a row with some space after it
@@ -224,8 +224,6 @@ def clean(s: str) -> str:
     s = s.translate(UNICODE)
     if s.lstrip("-").isdecimal():  # most answers are integers
         return s
-    if len(s) > 2 and s[0] in "*`_" and s[-1] in "*`_":  # Markdown
-        s = s.strip("*`_")
     for pattern, to in REWRITES:
         s = pattern.sub(to, s)
     s = s.strip(" \n,;")
@@ -730,6 +728,9 @@ def one_or_list(items: list[Reading]) -> Reading:
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+# Digits with hyphens or slashes that are not arithmetic: 2023-01-05, 1/5/2023, 555-123-4567.
+CODE = re.compile(r"(?:^|[=,;(])\s*[0-9]+([-/])[0-9]+\1[0-9]+\s*(?=$|[,;)])")
+RANGE = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
 
 
 def join_thousands(s: str) -> str:
@@ -750,14 +751,13 @@ class Answer:
 
     def __init__(self, s: str):
         s = join_thousands(s)
+        span = RANGE.fullmatch(s)
+        if CODE.search(s) or span and len(s) < 40 and int(span[1]) < int(span[2]):
+            raise SyntaxError("a date, a telephone number or a range, no difference")
         upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
         lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
         self.branches = [tokenize(text) for text in dict.fromkeys((upper, lower))]
-        # The x of x = 5 is only a name, so it need not vary, and one point is enough instead of
-        # six: such answers are many, and six times as fast then.
-        tokens = self.branches[0]
-        start = tokens.index("=") + 1 if "=" in tokens else 0
-        self.names = names_in(tokens[start:] if label(tokens[:start - 1]) else tokens)
+        self.names = names_in(self.branches[0])
 
     def at(self, point: Point) -> Reading:
         items = []

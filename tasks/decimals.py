@@ -141,6 +141,12 @@ def floor(x: Value) -> int:
     return int(mp.floor(x))
 
 
+def modulo(x: Value, n: Value) -> Value:
+    if isinstance(x, int) and isinstance(n, int):
+        return x % n
+    return add(x, -n * floor(divide(x, n)))
+
+
 def step(x: Value) -> Value:
     r"""Replaces floor(x) where x varies: x minus some function of its fraction.
 
@@ -177,7 +183,7 @@ FORMULAS = {
     "*": lambda x, y: x * y,
     "/": divide,
     "^": power,
-    r"\mod": lambda x, n: add(x, -n * floor(divide(x, n))),
+    r"\mod": modulo,
     "ln": mp.log,
     "log": lambda x, base: mp.log(x) / mp.log(base),
     "exp": exp,
