@@ -197,9 +197,6 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # 1 1/2; not the end of 2^1 1/2, nor of 3/1 1/2
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
      r"(\1+\2/\3)"),
-    # 1 000 000
-    (r"(?<![0-9.,] )(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?! ?[0-9]|/)",
-     lambda match: match[0].replace(" ", "")),
     # 5 or 6
     (r"(?i)(?<![a-z\\])(?:and|or)(?![a-z])", " , "),
 ]]
@@ -222,8 +219,6 @@ def clean(s: str) -> str:
     s = WHOLE_BOX.sub(r"\1", END_OF_TURN.sub("", s).strip())
     s = SCRIPTS.sub(lambda match: "^_"[not match[1]] + f"{{{match[0]}}}", s)  # x⁻² is x^{-2}
     s = s.translate(UNICODE)
-    if s.lstrip("-").isdecimal():  # most answers are integers
-        return s
     for pattern, to in REWRITES:
         s = pattern.sub(to, s)
     s = s.strip(" \n,;")
@@ -884,8 +879,6 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
 def same_left(sides: list[Side], point: Point) -> bool:
     """Do sides 0 and 2, the left ones, name or say the same, so that the right ones decide?"""
     left, left_value, other, other_value = (label(side.tokens) for side in sides)
-    if sides[0].tokens == sides[2].tokens:
-        return True
     if not left or not other or left_value and other_value:
         return False
     # x/y and x:y, xy and yx: one value is proof enough, except for |x| and x.
