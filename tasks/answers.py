@@ -374,11 +374,9 @@ class Point:
         return -value if is_negative else value
 
     def compute(self, op: str, x: Reading, y: Reading) -> Reading:
-        """x op y for numbers, for two tuples of one length, and for a tuple and a number."""
+        """x op y for numbers, and for a tuple and a number."""
         if op == "-":
             return self.compute("+", x, self.compute("*", y, -ONE))
-        if x.kind == y.kind == "()" and op == "+" and len(x.items) == len(y.items):
-            return Group("()", [self.compute("+", a, b) for a, b in zip(x.items, y.items)])
         if y.kind == "()" and op == "*":
             x, y = y, x
         y = number(y)
@@ -758,10 +756,7 @@ class Answer:
         items = []
         for tokens in self.branches:
             branch = Reader(tokens, point).listing(("",))
-            # 0, \pm 2 has one 0; but x = \pm 1, y = 2 is a system, and there y = 2 counts twice
-            if items and len({named(item)[0] for item in branch} - {()}) < 2:
-                branch = [item for item in branch if repr(item) not in map(repr, items)]
-            items += branch
+            items += [item for item in branch if repr(item) not in map(repr, items)]  # one 0, \pm 2
         if len(items) == len(self.branches) and all(item.kind == "set" for item in items):
             return Group("set", [x for item in items for x in item.items])
         return one_or_list(items)

@@ -75,7 +75,7 @@ y=2x+3 == 2x-y+3=0                 x^2/4+y^2/3=1 == 3x^2+4y^2=12    x \ge 5 == 5
 x \in [1,2] == 1 \le x \le 2        x\ne0 == (-\infty,0)\cup(0,\infty)
 1,2,3 == 3,2,1                     \{1,2\} == 2 \text{ and } 1      x=1,y=2 == (1,2)                  y=2,x=1 == x=1,y=2
 1\pm\sqrt5 == 1-\sqrt5,1+\sqrt5    (1,2),(3,4) == (3,4),(1,2)       (0;1) == (0,1)                    7:32 == 7 : 32
-2:3 == \frac23                      (1,2)+t(3,4) == (1+3t,4t+2)
+2:3 == \frac23
 \begin{pmatrix}1\\2\end{pmatrix} == \langle 1,2\rangle
 2\begin{pmatrix}1&2\end{pmatrix} == \begin{bmatrix}2 & 4\end{bmatrix}
 ４２ == 42                         4² == 16                         −5 == -5                          ½ == 0.5
