@@ -198,14 +198,14 @@ f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=
 5 kg == 5 grams    3 lb == 3 oz        60 mph == 60 kmh    5 liters == 5 gallons                   3 degrees == 3 rad
 """, r"""
 5 cm^2 == 5 square centimeters     5 cm^2 == 5\text{ cm}^{2}          5 centimeters squared == 5 cm^2    5 cm^2 == 5
-5\text{ cm}^3 == 5\text{ cubic cm}                                   5 cm^2 == 5 square units           5 pounds == 5 lb
+5\text{ cm}^3 == 5\text{ cubic cm}                                   5 pounds == 5 lb
 60 mph == 60 miles per hour        60 mph == 60\text{ mi/h}           60 km/h == 60 kmh                  60 km/h == 60
 9.8\text{ m/s}^2 == 9.8            60 m/s == 60\text{ meters per second}                                 50°F == 50
 50°F == 50 degrees Fahrenheit      50^\circ\text{C} == 50°C           \$5 == 5 dollars
 \$18.90 == 18.9                    $5$ == \$5                       €5 == 5 euros                      20 percent == 0.2
 5 kg == 5 kilograms                    90 degrees == 90^\circ           90 == 90 degrees
 """),
-    "a long decimal is an exact value that it rounds, or from ten digits on cuts off, and no other": (r"""
+    "a long decimal is an exact value that it rounds, and no other": (r"""
 12345678905.0 == 12345678900            1234567890.9 == 1234567890              $12,345,678,905.00 == 12345678900
 2.000000001 == 2    0.9999999999 == 1   -1.0000000001 == -1                     1.9999999999 == 2   3.1415926566 == \pi
 3.1415926537 == \pi                     3.1415926534 == \pi                     3.1415928 == \pi    0.3333333334 == 1/3
@@ -214,10 +214,10 @@ f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=
 0.0000000001 == 0   0.30000000000000004 == -0.3             1234567890123456.5 == 1234567890123456
 1000000.00000001 == 1000000
 """, r"""
-0.333333333333 == 1/3                   -0.333333333333 == -1/3                 0.666666666666 == 2/3
-0.666666666667 == 2/3                   3.14159265359 == \pi                    3.1415926535 == \pi
--3.1415926535 == -\pi                   3.141593 == \pi     1.41421356 == \sqrt2
-1.4142135623 == \sqrt2                  1.4142135624 == \sqrt2                  0.6666667 == 2/3
+0.333333333333 == 1/3                   -0.333333333333 == -1/3
+0.666666666667 == 2/3                   3.14159265359 == \pi
+3.141593 == \pi     1.41421356 == \sqrt2
+1.4142135624 == \sqrt2                  0.6666667 == 2/3
 10^{10}/3 == 3333333333.333333          0.6666666666666667 == 2/3
 2.0000000000 == 2
 12345678905.0 == 12345678905            0.142857142857 == 1/7
@@ -314,7 +314,7 @@ not x=5 == x=5      not x=5 == 5        \text{not } x=5 == 5                    
 10:30 pm == 10:30   4:15\text{ p.m.} == 4:15                7:45 am == 7:45 pm  anything but 5 == 5
 """, r"""
 5 months == 5       5 paths == 5        15 cats == 15       15 cats == 15 dogs  24\text{ students} == 24
-5 cats == 5 units   8 pm == 8           7:45 am == 7:45\text{ a.m.}             False == \text{false}
+8 pm == 8           7:45 am == 7:45\text{ a.m.}             False == \text{false}
 """),
     "a choice is its letter or its value, and no choice that is doubted": (r"""
 \textbf{(B)}\ 12 == C                   \textbf{(B)}\ 12 == 13                  \textbf{(B)}\ 12 == \textbf{(C)}\ 12
