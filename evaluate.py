@@ -5,7 +5,7 @@ Accuracy of a model, with or without an adapter, measured with the sampler and g
     python evaluate.py runs/x --limit 0               the same on the full test split
     python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
 
-Answers are greedy by default; --samples N draws N answers per problem, for pass@k and maj@k.
+Answers are greedy by default; --samples N draws N answers per problem, for pass@k.
 docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line has all of them as
 one JSON object. --out gets each problem as it finishes. After Ctrl-C it has only some of them, and
 their accuracy is too high: short answers finish first and are right more often.

@@ -75,7 +75,7 @@ def settle(z: Value) -> Value:
 
 
 def unknown(*key) -> Value:
-    """A number between 4096 and 8192, made from `key`, for one that is too large to compute."""
+    """A number between 4096 and 8192, made from `key`, for what has no value to compute with."""
     texts = [mp.nstr(x, 40) if isinstance(x, (mp.mpf, mp.mpc)) else repr(x) for x in key]
     text = " ".join(texts)
     return mp.mpf(2 ** 32 + crc32(text.encode("utf-8", "replace"))) / 2 ** 20
