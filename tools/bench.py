@@ -53,11 +53,7 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "72b": (8192, 29568, 80, 64, 8, 152064, False),
     # The same of Qwen3-*, and: d, biases of q, k and v, norms of q and k
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
-    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 151936, True, 128, False, True),
-    "qwen3-4b": (2560, 9728, 36, 32, 8, 151936, True, 128, False, True),
-    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True),
-    "qwen3-14b": (5120, 17408, 40, 40, 8, 151936, False, 128, False, True),
-    "qwen3-32b": (5120, 25600, 64, 64, 8, 151936, False, 128, False, True)}
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
 LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
