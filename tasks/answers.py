@@ -386,7 +386,7 @@ class Point:
         """A function of numbers, which costs as much as 20 operands."""
         numbers = [number(x) for x in args]
         if name in ("factorial", "binom"):
-            work = int(min(numbers[0].size(), 3_000)) // 7 + 60
+            work = int(min(numbers[0].size(), 3_000)) // 7 + 120
         self.spend(work)
         return apply_function(name, numbers)
 

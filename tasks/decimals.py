@@ -160,7 +160,7 @@ def step(x: Value) -> Value:
 
 def factorial(n: Value) -> Value:
     """n!, which the gamma function continues to numbers that are not whole."""
-    if abs(n) > MAX_FACTORIAL:
+    if abs(Number(n).real()) > MAX_FACTORIAL:
         raise ArithmeticError("too large")
     return math.factorial(n) if isinstance(n, int) and n >= 0 else mp.factorial(n)
 
