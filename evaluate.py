@@ -1,14 +1,16 @@
 """
-Accuracy of a model, with or without an adapter, measured with the sampler and grader of training.
+Measure the accuracy of a model or a run, with training's sampler and grader.
 
-    python evaluate.py runs/x                         a run, on its held-out problems
-    python evaluate.py runs/x --limit 0               the same on the full test split
-    python evaluate.py --model qwen2.5-7b --adapter runs/x/adapter --data gsm8k --out after.jsonl
+    python evaluate.py runs/x                   a run, on its held-out problems
+    python evaluate.py runs/x --limit 0         ... on the full test split
+    python evaluate.py --model qwen2.5-7b --data gsm8k --base bf16
 
-Answers are greedy by default; --samples N draws N answers per problem, for pass@k and maj@k.
-docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line has all of them as
-one JSON object. --out gets each problem as it finishes. After Ctrl-C it has only some of them, and
-their accuracy is too high: short answers finish first and are right more often.
+Answers are greedy by default; --samples N draws N per problem, for pass@k.
+docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line
+has all of them as a JSON object.
+
+--out gets each problem as it finishes. After Ctrl-C its accuracy is too high:
+short answers finish first and are right more often.
 """
 import argparse
 import dataclasses
@@ -47,15 +49,14 @@ def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
     add = parser.add_argument
     add("run", nargs="?", help="run folder; its settings become the defaults")
     add_flag(parser, "model", None, "folder, Hugging Face id, or a name such as qwen2.5-7b")
-    add("--adapter", help="PEFT folder, such as runs/x/adapter; none: only the model")
+    add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
     add_flag(parser, "base", None, "format of the linear layers (default: nvfp4; bf16 for a folder "
              "from tools.convert merge)")
     add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
-    add("--temperature", type=number(float, "[0, 1000]"), help="0: greedy (default: 0, or "
-        "0.6 for several answers)")
+    add("--temperature", type=number(float, "[0, 1000]"), metavar="X", help="0: greedy (default: 0)")
     for name, default in dict(thinking="off", device=None, memory_gib=None).items():
         add_flag(parser, name, default)
-    add_flag(parser, "seed", 0, "of the sampling (default: 0)")
+    add_flag(parser, "seed", 0, "random seed of the sampling (default: 0)")
 
 
 def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
@@ -97,22 +98,22 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser, "boxed")
     add = parser.add_argument
-    add_flag(parser, "data", None, "as in train.py; the test split is used (default: what the run "
-             "held out)")
-    add("--limit", type=number(int, "[0, 2e9]"), help="only the first LIMIT problems; 0: all "
-        "(default: as many as the run held out, or all of --data)")
-    add_flag(parser, "reward", None, "module:function, as in train.py, to report its mean too; "
-             "none: ignore the run's")
-    add("--samples", type=number(int, "[1, 1e5]"), default=1, help="answers per problem "
-        "(default: 1)")
-    add("--top-p", type=number(float, "(0, 1]"), default=0.95, help="nucleus sampling with this "
-        "probability mass (default: 0.95)")
-    add("--top-k", type=number(int, "[0, 2e9]"), default=0, help="sample from the TOP_K most "
-        "likely tokens; 0: all (default: 0)")
+    add_flag(parser, "data", None, "as in train.py, of which the test split is used (default: the "
+             "problems that the run held out)")
+    add("--limit", type=number(int, "[0, 2e9]"), metavar="N", help="only the first N problems; "
+        "0: all (default: as many as the run held out, or all of --data)")
+    add_flag(parser, "reward", None, "module:function, as in train.py, whose mean is reported too; "
+             "none: not the run's")
+    add("--samples", type=number(int, "[1, 1e5]"), default=1, metavar="N", help="answers per "
+        "problem; above 1, --temperature has the default 0.6 (default: 1)")
+    add("--top-p", type=number(float, "(0, 1]"), default=0.95, metavar="X", help="nucleus "
+        "sampling: probability mass to draw from; 1: all (default: 0.95)")
+    add("--top-k", type=number(int, "[0, 2e9]"), default=0, metavar="N", help="number of most "
+        "likely tokens to draw from; 0: all (default: 0)")
     add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or what "
              "the model's positions allow)")
     add_flag(parser, "max_rows", 256, "most answers decoded at a time (default: 256)")
-    add("--out", help="new .jsonl file that gets every answer with its verdict")
+    add("--out", metavar="FILE", help="new .jsonl file for every answer and its verdict")
     args, run = parse(parser, "boxed")
     if args.reward == "none":
         args.reward = None

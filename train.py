@@ -232,7 +232,7 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         began = time.perf_counter()
         next_cursor = progress.cursor + rollout.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
-        problems = problems_at(run.problems, seed, places, rollout.prompts_per_step)
+        problems = problems_at(run.problems, seed, places)
         prompts = [problem.prompt for problem in problems]
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)

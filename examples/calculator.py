@@ -2,7 +2,6 @@
 Tool use inside an answer: the model calls a calculator by writing an expression and =.
 
     python -m examples.calculator --lr 1e-3 --steps 24     the bundled model learns to call it
-    ... --no-results                                       the same, with calls left unanswered
 
 The model writes an answer in turns. A turn ends at "=". The result is then appended with mask 0,
 so that the model reads it without being trained on it, and the model continues:
@@ -95,17 +94,18 @@ class Turns:
 
 
 def main() -> None:
-    flags = [flag for flag in sys.argv[1:] if flag != "--no-results"]
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print("calculator.py trains on runs/clock.jsonl with a tool. All flags are those of train.py:\n")
     problems = Path("runs/clock.jsonl")
-    problems.parent.mkdir(exist_ok=True)
-    rows = [{"question": question, "answer": str(clock(int(answer)))}
-            for _, question, answer in arithmetic("train")]
-    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with env.one_line("calculator.py"):
-        settings, before = read_settings(["--data", str(problems), *flags])
+        settings, before = read_settings(["--data", str(problems), *sys.argv[1:]])
+        problems.parent.mkdir(exist_ok=True)
+        rows = [{"question": question, "answer": str(clock(int(answer)))}
+                for _, question, answer in arithmetic("train")]
+        problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
         with claimed(Path(settings.general.out), before is not None):
             run = prepare(settings, before)
-    sample = Turns(run.tokenizer, (lambda text: "") if "--no-results" in sys.argv else calculate)
+    sample = Turns(run.tokenizer)
     with ending_with(run.folder.save, run.folder.advice):
         train.train(run, sample)
     answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]

@@ -65,7 +65,7 @@ class General:
     """the run"""
     steps: int = setting(200, "training steps (paper: 600); --resume may raise it",
                          AT_LEAST_1)
-    seed: int = setting(0, "random seed: adapter, order of problems, sampling, noise",
+    seed: int = setting(0, "random seed of adapter, order of problems, sampling and noise",
                         "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
 
@@ -74,20 +74,19 @@ class General:
 class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
-                         "(default: the bundled model, which has its own defaults)")
-    train: str = setting("lora", "lora: an adapter on frozen weights; full: every weight of a "
-                         "16-bit model, by default with --base bf16 and --lr 3e-6 (the bundled "
-                         "model keeps its own rate)",
+                         "(default: the bundled model, with defaults of its own: see the end)")
+    train: str = setting("lora", "what to train; lora: an adapter on frozen weights; full: every "
+                         "weight, with defaults --base bf16 and --lr 3e-6 (bundled model: its "
+                         "own rate)",
                          choices=("lora", "full"))
     base: str = setting("nvfp4", "format of the frozen linear layers", choices=nvfp4.FORMATS)
     calibrate: int | None = setting(
-        None, "choose the NVFP4 codes by GPTQ on the model's own answers to this many training "
-        "problems, and save the weights in OUT/base; 0: off (default: 128 when a 16-bit model "
-        "is converted to NVFP4 on a GPU, else 0)", "[0, 1e5]")
+        None, "choose the NVFP4 codes by GPTQ on the model's answers to N training problems, and "
+        "save the weights in OUT/base; 0: off (default: 128 when a GPU converts a 16-bit model to "
+        "NVFP4, else 0)", "[0, 1e5]")
     lora_rank: int = setting(32, "rank of the LoRA adapter", "[1, 65536]")
-    lora_alpha: float = setting(32.0, "scale the adapter by alpha / rank", "(0, 1e9]")
-    adapter: str | None = setting(None, "PEFT folder to start from, which also sets rank and "
-                                  "alpha")
+    lora_alpha: float = setting(32.0, "alpha, which scales the adapter by alpha / rank", "(0, 1e9]")
+    adapter: str | None = setting(None, "PEFT folder to start from; sets rank and alpha")
 
 
 @dataclass(frozen=True)
@@ -100,12 +99,12 @@ class Data:
     eval_problems: int = setting(256, "number of held-out problems; 0: all", "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
                                 "boxed is Qwen's prompt for math, tags the paper's")
-    thinking: str = setting("off", "let a model such as Qwen3 think before it answers; needs a "
-                            "larger --max-new-tokens",
+    thinking: str = setting("off", "let a model such as Qwen3 think first; needs a larger "
+                            "--max-new-tokens",
                             choices=("on", "off"))
     max_prompt_tokens: int = setting(512, "skip problems with longer prompts (release: 256)",
                                      AT_LEAST_1)
-    reward: str | None = setting(None, "module:function that scores answers instead of the "
+    reward: str | None = setting(None, "module:function that scores answers, in place of the "
                                  "built-in grader")
 
 
@@ -116,8 +115,8 @@ class Rollout:
     group_size: int = setting(8, "answers per problem", "[2, 1e6]")
     max_new_tokens: int = setting(512, "longest answer, in tokens; problems harder than GSM8K "
                                   "need more (paper: 4096)", AT_LEAST_1)
-    temperature: float = setting(1.0, "softmax temperature of sampling and of every log-prob "
-                                 "(Table 4)", "[0.001, 1000]")
+    temperature: float = setting(1.0, "softmax temperature of sampling and of all log-probs "
+                                 "(as in the paper)", "[0.001, 1000]")
     max_rows: int | None = setting(None, "most answers decoded at a time (default: 512 if they "
                                    "fit, else 256)", MAX_ROWS)
 
@@ -125,12 +124,12 @@ class Rollout:
 @dataclass(frozen=True)
 class Noise:
     """adaptive quantization noise (AQN)"""
-    sigma_start: float = setting(0.0, "standard deviation (sigma) of the noise in the first noisy "
-                                 "stage (paper: 1e-2); 0: no noise", "[0, 10]")
+    sigma_start: float = setting(0.0, "standard deviation of the noise (sigma) in the first noisy "
+                                 "stage; 0: no noise (paper: 1e-2)", "[0, 10]")
     sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "(0, 10]")
-    noise_stages: int = setting(10, "K of Algorithm 1; the first stage has no noise (Table 4)",
+    noise_stages: int = setting(10, "stages of the schedule; the first has no noise (as in the paper)",
                                 "[2, 2e9]")
-    noise_schedule: str = setting("exponential", "how sigma decays (Fig. 9)", choices=aqn.SCHEDULES)
+    noise_schedule: str = setting("exponential", "how sigma decays", choices=aqn.SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -138,25 +137,23 @@ class Objective:
     """objective"""
     loss: str = setting(
         "dapo", "dapo: mean over all tokens of an update; grpo: mean over answers of each answer's "
-        "token mean; dr_grpo: sum over tokens divided by a constant; gspo: as grpo, with one "
-        "ratio per answer, clipped at 1 - 3e-4 and 1 + 4e-4", choices=grpo.LOSSES)
-    clip_low: float | None = setting(None, "clip the ratio below 1 - CLIP_LOW (default: the loss's "
-                                     "own)", "(0, 1]")
-    clip_high: float | None = setting(None, "clip the ratio above 1 + CLIP_HIGH (default: the "
-                                      "loss's own)", "(0, 1e9]")
+        "token mean; dr_grpo: sum over tokens divided by a constant; gspo: grpo with one ratio per "
+        "answer, clipped at 1 - 3e-4 and 1 + 4e-4", choices=grpo.LOSSES)
+    clip_low: float | None = setting(None, "clip the ratio below 1 - X (default: the loss's own)", "(0, 1]")
+    clip_high: float | None = setting(None, "clip the ratio above 1 + X (default: the loss's own)", "(0, 1e9]")
     correction: str | None = setting(
-        None, "how the loss corrects for the rollout's noise and rounding; truncate: importance "
-        "weights of at most 2; ppo: clip policy / rollout (paper), not for strong noise; off: no "
-        "correction (release) (default: the loss's own, truncate)",
+        None, "correction for noise and rounding in the rollout; truncate: importance weights of at "
+        "most 2; ppo: clip policy / rollout (paper), not for strong noise; off: none (release) "
+        "(default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
-    advantage_scale: str = setting("none", "group: divide advantages by the standard deviation of "
-                                   "the group's rewards (paper); none: do not (Dr. GRPO)",
+    advantage_scale: str = setting("none", "divisor of advantages; group: standard deviation of the "
+                                   "group's rewards (paper); none: 1 (Dr. GRPO)",
                                    choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)",
                                     "[0, 1e9]")
     overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: grade them like "
-                            "any other; mask: leave them out of the loss (release), which lets "
+                            "others; mask: leave them out of the loss (release), which lets "
                             "answers grow", choices=("mask", "keep"))
 
 
@@ -166,16 +163,16 @@ class Optim:
     lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); with --base bf16 try 2e-4",
                         "(0, 10]")
     lr_schedule: str = setting(
-        "constant", "after the warm-up; constant: --lr, falling linearly to 0 over the last "
-        "quarter; cosine: half a cosine down to 0 (release)",
+        "constant", "course of the rate after warm-up; constant: level, then linear to 0 over the "
+        "last quarter; cosine: half a cosine to 0 (release)",
         choices=("cosine", "constant"))
-    warmup: float = setting(0.1, "share of the run in which the learning rate rises", "[0, 1]")
+    warmup: float = setting(0.1, "share of the run in which the rate rises", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (paper: 4)",
                           AT_LEAST_1)
     updates_per_rollout: int = setting(1, "minibatches per batch, with one optimizer step each",
                                        AT_LEAST_1)
     max_grad_norm: float = setting(0.2, "clip the gradient to this norm", "(0, 1e9]")
-    weight_decay: float = setting(0.0, "AdamW's weight decay of the adapter (release: 0.1)",
+    weight_decay: float = setting(0.0, "weight decay of AdamW (release: 0.1)",
                                   "[0, 1]")
 
 
@@ -195,8 +192,8 @@ class Watching:
     """evaluation and checkpoints"""
     eval_every: int = setting(20, "steps between evaluations on held-out problems", AT_LEAST_1)
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
-    keep: int | None = setting(None, "keep the adapter of every KEEPth step, and the best one if "
-                               "it beats the start, in OUT/adapters", AT_LEAST_1)
+    keep: int | None = setting(None, "keep the adapter of every Nth step, and the best one if it "
+                               "beats the start, in OUT/adapters", AT_LEAST_1)
 
 
 @dataclass(frozen=True)
@@ -271,9 +268,11 @@ def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argpa
     """
     field = FIELDS[name]
     about, kind = field.metadata, type_of(field)
+    metavar = {int: "N", float: "X"}.get(kind, name.split("_")[-1].upper())
     parser.add_argument(option(name), default=default, help=text or about["help"],
                         type=number(kind, about["allowed"]) if about["allowed"] else kind,
-                        choices=about["choices"] and list(about["choices"]))
+                        choices=about["choices"] and list(about["choices"]),
+                        metavar=None if about["choices"] else metavar)
 
 
 def add_flags(parser: argparse.ArgumentParser, places: bool) -> None:
@@ -294,8 +293,8 @@ def new_parser() -> argparse.ArgumentParser:
         description="GRPO/DAPO of a Qwen2.5 or Qwen3 model: frozen 4-bit weights, LoRA, AQN.",
         usage="train.py [flags], --help lists them", allow_abbrev=False,
         epilog=f"Other defaults of the bundled model: {tiny}.")
-    parser.add_argument("--config", metavar="FILE", help="a .json file of settings, whose values "
-                        "become the defaults: recipes/paper.json, or the run.json of another run")
+    parser.add_argument("--config", metavar="FILE", help=".json file whose settings become the "
+                        "defaults: recipes/paper.json, or another run's run.json")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its "
                         "newest intact checkpoint, with its settings")
     add_flags(parser, places=True)

@@ -1,27 +1,25 @@
 """
-The study's figures, recomputed from results.csv, and its picture:
+Recompute the study's figures from results.csv, or draw its picture.
 
-    python study/table.py
-    python study/table.py accuracy.svg
+    python study/table.py                    the figures
+    python study/table.py accuracy.svg       the picture
 
-results.csv has one row per run: arm and seed, model, data, codes of the frozen weights ("trained": full fine-tuning,
-where none are frozen), learning rate (lr), noise (sigma) and how the loss corrects for it, steps, the number of test
-problems, and the right answers in percent before and after training: greedy, and sampled (8 answers per problem at
-temperature 1).
+results.csv has one row per run: arm and seed, model, data, codes of the frozen
+weights ("trained": full fine-tuning), learning rate, noise (sigma), correction,
+steps, number of test problems, and the right answers in percent before and
+after training: greedy, and sampled (8 per problem at temperature 1).
 
-A line of the output is arm A minus arm B in points of right answers after training, with the half width of its 95 %
-interval by three rules:
+A difference is arm A minus arm B in points after training, with the half width
+of its 95 % interval (other seeds, same test problems and 4-bit conversions):
 
-    paired    Student's t over the differences of the seeds that both arms have
-    Welch     Welch's t over the seeds of either arm: pairs are worth little where seeds hardly correlate. Where the
-              arms have other seeds, it is about another difference, that of the means of all seeds
-    pooled    the seeds that both arms have, with the common variance over seeds of all arms of that model and data
-              that train an adapter; the better one where there are two or three seeds
-
-All say where the figure would lie with other seeds on the same test problems, from the same 4-bit conversions.
+    paired    Student's t over the seeds that both arms have
+    Welch     Welch's t over all seeds of either arm, for the difference of
+              their means
+    pooled    the seeds that both arms have, with the common variance of all
+              LoRA arms of that model and data; best for two or three seeds
 """
+import argparse
 import csv
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev, variance
@@ -33,12 +31,9 @@ COMPARISONS = (
     ("calibrated - bf16, both at 2e-4, with the seeds before", "o9-cal+rate-calibrated-2e-4",
      "o9-bf16+rate-bf16-2e-4"),
     ("repaired - calibrated", "o9-rep", "o9-cal"),
-    ("repaired - bf16", "o9-rep", "o9-bf16"),
     ("AQN 1e-2 - none, calibrated", "o9-aqn", "o9-cal"),
     ("LoRA at 2e-4 - full at 1e-5, bf16", "o9-bf16", "o10-full-1e-5"),
     ("calibrated LoRA at 2e-4 - full at 1e-5", "o9-cal", "o10-full-1e-5"),
-    ("calibrated LoRA, AQN 1e-2 - full at 1e-5", "o9-aqn", "o10-full-1e-5"),
-    ("calibrated at 1e-4 - bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4"),
     ("calibrated at 1e-4 - all bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16"),
     ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
      "math-calibrated-1e-4 math-calibrated-2e-4", "math-bf16-1e-4 math-bf16-2e-4"),
@@ -50,14 +45,10 @@ COMPARISONS = (
     ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
-    ("sigma 5e-2, default correction - none", "noise-truncate", "noise-none"),
-    ("sigma 5e-2, paper's clip - none", "noise-ppo", "noise-none"),
     ("sigma 5e-2, paper's clip - default correction", "noise-ppo", "noise-truncate"),
     ("sigma 5e-2: a draw an answer - a draw a step", "noise-draws", "noise-uncorrected"),
     ("advantages undivided - divided, 1.5B", "recipe-undivided", "recipe-divided"),
     ("nearest - bf16, 1e-4", "nearest", "bf16"),
-    ("searched - bf16, 1e-4", "search", "bf16"),
-    ("NF4 - bf16, 1e-4", "nf4", "bf16"),
     ("MXFP4 - bf16, 1e-4", "mxfp4", "bf16"),
     ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
     ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
@@ -172,9 +163,13 @@ def picture(arms: dict) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(usage="table.py [picture.svg]", description=__doc__.strip(),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", nargs="?", type=Path, help="SVG file to draw instead")
+    out = parser.parse_args().picture
     arms = read(Path(__file__).with_name("results.csv"))
-    if sys.argv[1:]:
-        Path(sys.argv[1]).write_text(picture(arms))
+    if out:
+        out.write_text(picture(arms))
         return
     print("right answers in percent: before -> after training, mean of the seeds\n")
     for name, arm in arms.items():

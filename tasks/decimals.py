@@ -1,256 +1,228 @@
 """
-Arithmetic for the grader: complex numbers of 100 decimal digits, and the functions of school
-mathematics on them.
+Arithmetic for the grader: exact integers, and complex numbers of 100 digits by mpmath.
 
 Floats cannot decide whether two answers are equal: e^(pi*sqrt(163)) and 262537412640768744 agree in
-30 digits and differ. Here every number has 100 digits, and two numbers are equal if 50 of them
-agree. The other 50 leave room for rounding errors, so answers are never merely "close".
+30 digits and differ. Here two numbers are equal if 50 digits agree. The other 50 leave room for
+rounding errors, so answers are never merely "close".
 
-Three rules keep that true:
+Two rules keep that true:
 
     integers        They are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}.
     lost digits     10^60 + 1 would keep the 1, 10^60 * pi + 1 would not keep enough of it. A sum
                     whose smaller term has lost its digits has no value instead of a wrong one.
-    unknowns        A constant with too many digits, such as 2^(2^2001), is replaced by a number
-                    made from the text of the operation, which equals practically only itself.
 
-Work is bounded: exponents and factorials have limits, and no series has more than 85 terms. The
-functions expect the decimal context to be CONTEXT (`with localcontext(CONTEXT)`). They raise
-ArithmeticError where there is no value, as for 1/0 and ln 0.
+Work is bounded: exponents, factorials and the arguments of functions have limits.
 """
 import math
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation, Underflow
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Union
 from zlib import crc32
 
-CONTEXT = Context(prec=100, Emax=MAX_EMAX, Emin=MIN_EMIN)
-CONTEXT.traps[Underflow] = True  # else 2^{-2^{40}} would quietly become 0
+from mpmath import MPContext, mpc, mpf
 
-ROUNDING = Decimal("1e-50")      # relative: a smaller difference is nothing but rounding
-LOST = Decimal("1e-45")          # a term this much smaller than the other has lost its digits
+mp = MPContext()                 # not mpmath's own, whose precision others may change
+mp.dps = 100
+Value = Union[int, mpf, mpc]     # an int if it is whole
+
+ROUNDING = mp.mpf("1e-50")       # relative: a smaller difference is nothing but rounding
+LOST = mp.mpf("1e-45")           # a term this much smaller than the other has lost its digits
 MAX_WHOLE = 10 ** 45             # the largest integer whose last digit can be trusted
-ZERO = Decimal(0)
-TURN = Decimal("6.28318530717958647692528676655900576839433879875021164194988918461563281257241799"
-               "72560696506842341359642961730265646132941876892")  # 2 pi
+MAX_BITS = 6_600                 # of a power of integers: 2,000 digits
+MAX_FACTORIAL = 3_000
+MAX_ARGUMENT = 10 ** 25          # of a function: a full turn leaves enough digits of such an angle
 
 
 class Number(NamedTuple):
-    """A complex number. `digits` is how many digits a decimal was written with, counted from the
-    first that is not 0; 0 for integers and for results of arithmetic, -1 for infinity.
+    """A number in an answer. Of a decimal: how many `digits` it was written with, counted from the
+    first that is not 0, and the `unit` of the last one; 0 for whatever else. digits -1: infinity.
     """
-    re: Decimal
-    im: Decimal = ZERO
+    value: Value
     digits: int = 0
+    unit: Value = 0
 
-    kind = "number"            # answers.py asks every reading for its kind
-    __hash__ = tuple.__hash__  # of the digits; lru_cache needs it
+    kind = "number"              # answers.py asks every reading for its kind
 
     def __eq__(self, other: "Number") -> bool:
-        """Equal up to rounding. Integers are exact, so they are compared exactly."""
-        if self.is_whole() and other.is_whole():
-            return self.re == other.re
-        apart = max(abs(self.re - other.re), abs(self.im - other.im))
-        return apart <= ROUNDING * max(self.size(), other.size())
-
-    def __add__(self, other: "Number") -> "Number":
-        """The sum; ArithmeticError if the smaller term has lost its digits."""
-        total = Number(self.re + other.re, self.im + other.im)
-        small, large = sorted((self.size(), other.size()))
-        if 0 < small < LOST * large:
-            raise ArithmeticError("digits are lost")
-        return settle(*total[:2]) if total.size() > ROUNDING * large else Number(ZERO)
-
-    def __mul__(self, other: "Number") -> "Number":
-        re = self.re * other.re - self.im * other.im
-        return settle(re, self.re * other.im + self.im * other.re)
-
-    def __truediv__(self, other: "Number") -> "Number":
-        norm = other.re * other.re + other.im * other.im
-        return self * Number(other.re / norm, -other.im / norm)
+        """Equal up to rounding, integers exactly."""
+        x, y = self.value, other.value
+        if isinstance(x, int) and isinstance(y, int):
+            return x == y
+        return abs(x - y) <= ROUNDING * max(abs(x), abs(y))
 
     def __neg__(self) -> "Number":
-        return Number(self.re.copy_negate(), -self.im, self.digits)  # im never becomes -0, for ln
+        return self._replace(value=-self.value)
 
-    def __sub__(self, other: "Number") -> "Number":
-        return self + -other
+    def size(self) -> Value:
+        return abs(self.value)
 
-    def __abs__(self) -> "Number":
-        return settle((self.re * self.re + self.im * self.im).sqrt(), ZERO)
-
-    def size(self) -> Decimal:
-        """The larger of |re| and |im|: as good as the length to compare magnitudes, and cheap."""
-        return max(abs(self.re), abs(self.im))
-
-    def real(self) -> Decimal:
-        if self.im:
+    def real(self) -> Value:
+        if isinstance(self.value, mp.mpc):
             raise ArithmeticError("complex numbers have no order")
-        return self.re
-
-    def is_whole(self) -> bool:
-        return self.im == 0 and self.re == self.re.to_integral_value()
-
-    def whole(self, limit: int = MAX_WHOLE) -> int:
-        if not self.is_whole() or abs(self.re) > limit:
-            raise ArithmeticError("not whole, or too large")
-        return int(self.re)
+        return self.value
 
 
-def settle(re: Decimal, im: Decimal) -> Number:
-    """A Number without the dust of rounding: 3 + 1e-99 becomes 3, and 5 + 1e-99 i becomes 5."""
-    dust = ROUNDING * max(abs(re), abs(im))
-    whole = re.to_integral_value()
-    return Number(whole if abs(re - whole) <= dust else re, im if abs(im) > dust else ZERO)
+def settle(z: Value) -> Value:
+    """The value without the dust of rounding: 3 + 1e-99 becomes 3, and 5 + 1e-99 i becomes 5."""
+    if isinstance(z, int):
+        return z
+    if not mp.isfinite(z):
+        raise ZeroDivisionError("no value")
+    dust = ROUNDING * abs(z)
+    if abs(z.imag) > dust:
+        return mp.mpc(z.real if abs(z.real) > dust else 0, z.imag)
+    is_long = abs(z.real) > 10 ** (mp.dps - 5)
+    return z.real if is_long or abs(z.real - mp.nint(z.real)) > dust else int(mp.nint(z.real))
 
 
-def unknown(*key) -> Number:
-    """A number between 4096 and 8192, made from `key`, for one that is too large to compute."""
-    texts = [f"{x.re:.40e} {x.im:.40e}" if isinstance(x, Number) else repr(x) for x in key]
-    return Number(Decimal(2 ** 32 + crc32(" ".join(texts).encode("utf-8", "replace"))) / 2 ** 20)
+def unknown(*key) -> Value:
+    """A number between 4096 and 8192, made from `key`, for what has no value to compute with."""
+    texts = [mp.nstr(x, 40) if isinstance(x, (mp.mpf, mp.mpc)) else repr(x) for x in key]
+    text = " ".join(texts)
+    return mp.mpf(2 ** 32 + crc32(text.encode("utf-8", "replace"))) / 2 ** 20
 
 
 # -----------------------------------------------------------------------------
-# Powers, exponentials, logarithms
+# Functions by name
 
-def power(x: Number, n: Number) -> Number:
+def add(x: Value, y: Value) -> Value:
+    """The sum; ArithmeticError if the smaller term has lost its digits."""
+    if isinstance(x, int) and isinstance(y, int):
+        return x + y
+    small, large = sorted((abs(x), abs(y)))
+    if 0 < small < LOST * large:
+        raise ArithmeticError("digits are lost")
+    return x + y if abs(x + y) > ROUNDING * large else 0
+
+
+def divide(x: Value, y: Value) -> Value:
+    if isinstance(x, int) and isinstance(y, int):
+        return x // y if x % y == 0 else mp.mpf(x) / y
+    return x / y
+
+
+def limited(function: Callable, least: Value = 0) -> Callable:
+    """`function` of arguments that keep enough digits: the cosine of 1e-60 would be 1. A value of
+    less than `least` is 0.
+    """
+    def checked(z):
+        if z and not LOST <= abs(z) <= MAX_ARGUMENT:
+            raise ArithmeticError("digits are lost")
+        value = function(z)
+        return value if abs(value) >= least else 0
+    return checked
+
+
+exp = limited(mp.exp)
+sin = limited(mp.sin, ROUNDING)  # the sine of pi is a rounding error
+cos = limited(mp.cos, ROUNDING)
+
+
+def power(x: Value, n: Value) -> Value:
     """x to the n, roots included. An odd root of a negative number is the real one taught at
     school, so (-8)^{1/3} = -2, although exp(n ln x) would be complex.
     """
-    if x.im == n.im == 0 <= x.re and not 0 < n.size() < LOST:
-        return settle(x.re.sqrt() if n == HALF else x.re ** n.re, ZERO)
-    for degree in range(1, 20, 2):  # is n a fraction with this odd denominator?
-        times = n * Number(Decimal(degree))
-        if x.im == 0 and times.is_whole():
+    if isinstance(n, int) and abs(n) <= MAX_BITS:
+        is_exact = isinstance(x, int) and 0 <= n * x.bit_length() <= MAX_BITS  # 0^0 is 1
+        return x ** n if is_exact else mp.convert(x) ** n
+    if x == 0:
+        return 0 if n > 0 else divide(1, 0)
+    is_negative = not isinstance(x, mp.mpc) and x < 0
+    for degree in range(1, 20, 2) if is_negative else ():  # has n this odd denominator?
+        times = settle(n * degree)
+        if isinstance(times, int):
             root = power(-x, n)
-            return -root if times.re % 2 else root
-    return exp(n * ln(x))
+            return -root if times % 2 else root
+    return exp(n * mp.log(x))
 
 
-def circle(angle: Decimal) -> list[Decimal]:
-    """[cos, sin] of an angle, by their power series: 85 terms give 100 digits for |angle| <= pi."""
-    if abs(angle) > 10 ** 25:
-        raise ArithmeticError("the angle has lost the digits that a full turn leaves")
-    angle = angle.remainder_near(TURN)
-    sums = [ZERO, ZERO]
-    term = Decimal(1)
-    for n in range(85):
-        sums[n % 2] += term if n % 4 < 2 else -term  # signs: + + - - + + - -
-        term = term * angle / (n + 1)
-    return sums
-
-
-@lru_cache(1_000)
-def exp(z: Number) -> Number:
-    if 0 < z.size() < LOST:
-        raise ArithmeticError("the result hardly differs from 1")
-    length = z.re.exp()
-    cos, sin = circle(z.im)
-    return settle(length * cos, length * sin)
-
-
-@lru_cache(1_000)
-def ln(z: Number) -> Number:
-    """The principal logarithm. Decimal has no arctangent, so the angle of a complex z starts as a
-    float, and each of Newton's steps triples its digits: 16, 48, 144.
-    """
-    if z.im == 0 and z.re > 0:
-        return settle(z.re.ln(), ZERO)
-    length = abs(z).re
-    angle = Decimal(math.atan2(z.im / length, z.re / length))
-    for _ in range(2):
-        cos, sin = circle(angle)
-        angle += (z.im * cos - z.re * sin) / length
-    return settle(length.ln(), angle)
-
-
-def floor(x: Number) -> Number:
-    if abs(x.real()) > MAX_WHOLE:
+def floor(x: Value) -> int:
+    if abs(Number(x).real()) > MAX_WHOLE:
         raise ArithmeticError("digits are lost")
-    return Number(Decimal(math.floor(x.re)))
+    return int(mp.floor(x))
 
 
-def step(x: Number) -> Number:
+def modulo(x: Value, n: Value) -> Value:
+    if isinstance(x, int) and isinstance(n, int):
+        return x % n
+    return add(x, -n * floor(divide(x, n)))
+
+
+def step(x: Value) -> Value:
     r"""Replaces floor(x) where x varies: x minus some function of its fraction.
 
     Floor itself takes too few values to tell \lfloor\sqrt n - 0.5\rfloor from
     \lfloor\sqrt n - 0.2\rfloor at six points. This takes as many values as x, and still
     floor(x + 1) = floor(x) + 1, and floor(x) = x for an integer x.
     """
-    part = (x - floor(x)).real()
-    return x - unknown(f"{part:.6f}") / Number(Decimal(2 ** 14)) if part else x
+    part = settle(x - floor(x))
+    return x - unknown(f"{float(part):.6f}") / 2 ** 14 if part else x
 
 
-# -----------------------------------------------------------------------------
-# Functions by name
+def factorial(n: Value) -> Value:
+    """n!, which the gamma function continues to numbers that are not whole."""
+    if abs(Number(n).real()) > MAX_FACTORIAL:
+        raise ArithmeticError("too large")
+    return math.factorial(n) if isinstance(n, int) and n >= 0 else mp.factorial(n)
 
-ONE, TWO, TEN, HUNDRED, HALF = (Number(Decimal(text)) for text in "1 2 10 100 0.5".split())
-I = Number(ZERO, Decimal(1))
-PI = Number(CONTEXT.divide(TURN, 2))
-E = Number(CONTEXT.exp(Decimal(1)))
-DEGREE = Number(CONTEXT.divide(PI.re, 180))
-INFINITY = unknown("infinity")._replace(digits=-1)  # equals itself; nothing is computed with it
 
-EXACT = {  # of integers; None where the result is not an integer, or a power of over 2,000 digits
-    "+": int.__add__,
-    "*": int.__mul__,
-    "/": lambda a, b: None if a % b else a // b,
-    "^": lambda a, b: a ** b if 0 <= b * a.bit_length() <= 6_600 else None,  # 0^0 is 1
-    r"\mod": int.__mod__,
-}
+def binomial(n: Value, k: Value) -> Value:
+    if isinstance(n, int) and isinstance(k, int) and 0 <= n <= MAX_FACTORIAL:
+        return math.comb(n, k) if k >= 0 else 0
+    return divide(factorial(n), factorial(k) * factorial(add(n, -k)))
+
+
+def gcd(*numbers: Value) -> Value:
+    """Of numbers that are not whole it is an unknown, which equals only itself."""
+    if all(isinstance(x, int) for x in numbers):
+        return math.gcd(*numbers)
+    return unknown("gcd", *sorted(numbers, key=abs))
+
+
 FORMULAS = {
-    "+": Number.__add__,
-    "*": Number.__mul__,
-    "/": Number.__truediv__,
+    "+": add,
+    "*": lambda x, y: x * y,
+    "/": divide,
     "^": power,
-    r"\mod": lambda x, n: x - n * floor(x / n),
+    r"\mod": modulo,
+    "ln": mp.log,
+    "log": lambda x, base: mp.log(x) / mp.log(base),
     "exp": exp,
-    "ln": ln,
-    "log": lambda z, base: ln(z) / ln(base),
-    "sinh": lambda z: (exp(z) - exp(-z)) / TWO,
-    "cosh": lambda z: (exp(z) + exp(-z)) / TWO,
-    "tanh": lambda z: ONE - TWO / (exp(z + z) + ONE),
-    "sin": lambda z: FORMULAS["sinh"](I * z) / I,
-    "cos": lambda z: FORMULAS["cosh"](I * z),
-    "tan": lambda z: FORMULAS["tanh"](I * z) / I,
-    "cot": lambda z: FORMULAS["tan"](PI / TWO - z),
-    "sec": lambda z: ONE / FORMULAS["cos"](z),
-    "csc": lambda z: ONE / FORMULAS["sin"](z),
-    "arcsin": lambda z: ln(I * z + power(ONE - z * z, HALF)) / I,
-    "arccos": lambda z: PI / TWO - FORMULAS["arcsin"](z),
-    "arctan": lambda z: ln((ONE + I * z) / (ONE - I * z)) / (I + I),
-    "arccot": lambda z: PI / TWO - FORMULAS["arctan"](z),
+    "sin": sin,
+    "cos": cos,
+    "tan": lambda x: divide(sin(x), cos(x)),
+    "cot": lambda x: divide(cos(x), sin(x)),
+    "sec": lambda x: divide(1, cos(x)),
+    "csc": lambda x: divide(1, sin(x)),
+    "arcsin": limited(mp.asin),
+    "arccos": limited(mp.acos),
+    "arctan": limited(mp.atan),
     "abs": abs,
-    "max": lambda *args: max(args, key=Number.real),
-    "min": lambda *args: min(args, key=Number.real),
+    "max": lambda *args: max(args, key=lambda x: Number(x).real()),
+    "min": lambda *args: min(args, key=lambda x: Number(x).real()),
     "floor": floor,
     "ceil": lambda x: -floor(-x),
     "floor of a variable": step,
     "ceil of a variable": lambda x: -step(-x),
-    "factorial": lambda n: math.factorial(n.whole(3_000)),
-    "binom": lambda n, k: math.comb(n.whole(3_000), k.whole()),
-    "gcd": lambda *args: math.gcd(*map(Number.whole, args)),
+    "factorial": factorial,
+    "binom": binomial,
+    "gcd": gcd,
 }
 
+ONE, TWO, TEN = map(Number, (1, 2, 10))
+I = Number(mp.mpc(0, 1))
+PI = Number(mp.pi + 0)
+E = Number(mp.exp(1))
+INFINITY = Number(unknown("infinity"), digits=-1)  # equals itself; nothing is computed with it
 
-def apply_function(name: str, args: list[Number], varies: bool) -> Number:
-    """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits.
 
-    varies: the arguments depend on variables. A value that is too large to compute is then an
-    ArithmeticError, and the caller tries another point. A constant has no other point, so it
-    becomes an unknown number. 1/0 and ln 0, which have no value, raise in both cases.
+def apply_function(name: str, args: list[Number]) -> Number:
+    """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits. ArithmeticError if it has
+    no value, or one that is too large to compute.
     """
     if name not in FORMULAS:  # arcsec
         raise SyntaxError(f"no function {name}")
-    if INFINITY.digits in [x.digits for x in args]:
-        raise InvalidOperation("infinity is not a number")
-    if name in EXACT and all(x.is_whole() and x.re.adjusted() <= 1_000 for x in args):
-        value = EXACT[name](*(int(x.re) for x in args))
-        if value is not None:
-            return Number(Decimal(value))
-    try:
-        value = FORMULAS[name](*(x._replace(re=+x.re) for x in args))  # + rounds to 100 digits
-    except ArithmeticError as error:
-        if varies or isinstance(error, (ZeroDivisionError, InvalidOperation)):
-            raise
-        return unknown(name, *(sorted(args) if name == "+" else args))
-    return Number(Decimal(value)) if isinstance(value, int) else value
+    if any(x.digits < 0 for x in args):
+        raise ArithmeticError("infinity is not a number")
+    values = [mp.mpf(x.value) if isinstance(x.value, int) and x.value.bit_length() > 3_330
+              else x.value for x in args]
+    return Number(settle(FORMULAS[name](*values)))

@@ -1,5 +1,5 @@
 """
-Accuracy figures from graded answers: pass@k, maj@k, intervals.
+Accuracy figures from graded answers: pass@k and intervals.
 
     figures = evaluation_figures(rows, samples)     rows as evaluate.py --out writes them
     entropy = sampler_entropy(rows)                 rows of sampled answers, also those of train.py
@@ -8,16 +8,11 @@ A problem has n answers, of which c are right:
 
     pass@k   The probability that k of the n answers, drawn without replacement, include a right
              one: 1 - C(n - c, k) / C(n, k).
-    maj@k    Is the most common of k answers right? Equal answers vote together; an answer that
-             could not be extracted has no vote. A tie counts as the share of right answers in it.
-             Mean over the n // k blocks of k answers, in the order drawn.
 
 Each is a mean over problems with its 95 % interval, over other problems like these.
 """
 import math
 from collections import Counter
-
-from tasks.answers import is_equal
 
 Z = 1.959964                                     # 95 % of a normal lies within +-Z
 
@@ -29,11 +24,8 @@ def evaluation_figures(rows: list[dict], samples: int) -> dict:
     """
     groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
     correct = [[int(row["correct"]) for row in group] for group in groups]
-    votes = [ballots([row["extracted"] for row in group]) for group in groups]
     ks = sorted({samples, *(2**i for i in range(samples.bit_length()))})         # 1, 2, 4, ..., N
     values = {f"pass@{k}": [pass_at_k(samples, sum(c), k) for c in correct] for k in ks}
-    for k in ks[1:]:
-        values[f"maj@{k}"] = [maj_at_k(v, c, k) for v, c in zip(votes, correct)]
     values["pass@1_lenient"] = [mean([row["lenient"] for row in group]) for group in groups]
     figures = {name: confidence_interval(each, samples) for name, each in values.items()}
     figures |= {key: mean([row[key] for row in rows]) for key in ("format", "length")}
@@ -66,32 +58,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Using only the first k answers would be unbiased too, but would waste the other n - k.
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def ballots(answers: list[str | None]) -> list[str | None]:
-    """Replaces each extracted answer by the first one that is equal to it: "0.5" after "1/2" votes
-    for "1/2". None, an answer that could not be extracted, stays None.
-    """
-    vote = {None: None}
-    for answer in answers:
-        if answer not in vote:
-            equal = (v for v in vote.values() if is_equal(answer, v))
-            vote[answer] = next(equal, answer)
-    return [vote[answer] for answer in answers]
-
-
-def maj_at_k(votes: list[str | None], correct: list[int], k: int) -> float:
-    """maj@k of one problem: ballots() of its n answers, and their verdicts."""
-    # Answers that vote together nearly always have the same verdict. But "equal" is not transitive:
-    # 0.333333 equals 1/3, but not 333333/1000000. If verdicts differ, the first one decides; hence
-    # reversed(), because dict() keeps a key's last entry.
-    right = dict(zip(reversed(votes), reversed(correct)))
-    scores = []
-    for i in range(0, len(votes) - k + 1, k):
-        count = Counter(vote for vote in votes[i:i + k] if vote is not None)
-        tied = [vote for vote in count if count[vote] == max(count.values())]
-        scores.append(sum(right[vote] for vote in tied) / max(len(tied), 1))
-    return mean(scores)
 
 
 # -----------------------------------------------------------------------------

@@ -16,14 +16,11 @@ import importlib.util
 import inspect
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-
-from tqdm import tqdm
 
 from files import Stopped, UserError, first_line, short_repr
 
@@ -31,7 +28,6 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # The largest absolute reward. Undivided advantages are as large as rewards, gradients grow with
 # them, and the squares of gradients must stay below 3.4e38, fp32's largest number.
 LARGEST_REWARD = 1e15
-SLOW = 60.0                                      # seconds until a line says that a call is slow
 # What a reward may ask for as a keyword parameter: def reward(completion, problem, *, length).
 # length: tokens of the completion, its end token included. finished: it was not cut off.
 ASKED_BY_NAME = "length", "finished"
@@ -97,11 +93,9 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
     """Calls a user's function; if it raises, Stopped says where in the user's file.
 
     name: the flag; what: the problem that it was called for; both are for messages. A call that
-    does not return is never interrupted, but tell_if_slow() reports it.
+    does not return is never interrupted.
     """
     folder = os.getcwd()
-    returned = threading.Event()
-    threading.Thread(target=tell_if_slow, args=(name, what, returned), daemon=True).start()
     try:
         return function(*arguments)
     except (KeyboardInterrupt, Stopped):         # a signal that came meanwhile
@@ -111,19 +105,7 @@ def call_users(name: str, function: Callable, what: str, *arguments: object) -> 
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({what})") from None
     finally:
-        returned.set()
         os.chdir(folder)                         # the function may have left it; --out is relative
-
-
-def tell_if_slow(name: str, what: str, returned: threading.Event) -> None:
-    """Reports after 1, 3, 7, 15, ... minutes that a call has not returned; on every rank, because
-    the others wait for this one.
-    """
-    waited, wait = 0.0, SLOW
-    while not returned.wait(wait):
-        waited += wait
-        tqdm.write(f"{name}: has not returned for {waited:.0f} s ({what})", sys.stderr)
-        wait *= 2
 
 
 def load_function(spec: str, flag: str) -> Callable:

@@ -2,7 +2,7 @@
 Problems from a file, a data set or a generator.
 
     problems = load_problems("gsm8k", "train")
-    chosen = problems_at(problems, seed, range(0, 16), 16)       # next range(16, 32), and so on
+    chosen = problems_at(problems, seed, range(0, 16))       # next range(16, 32), and so on
 
 A row without a question or an answer is an error that names its file and line: skipping it would
 silently train on a different data set.
@@ -204,33 +204,21 @@ def find_gold(row: dict) -> str | None:
 # -----------------------------------------------------------------------------
 # The order in which a run takes problems
 
-def problems_at(problems: list[Problem], seed: int, places: range, per_step: int = 1
-                ) -> list[Problem]:
+def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
     """The problems at these places in the order of a run; place 0 is that of the first one.
 
-    Each epoch takes every problem once, in its own order. A step, `per_step` places, may begin in
-    one epoch and end in the next. No step has a problem twice if there are problems for at least
-    two steps.
+    Each epoch takes every problem once, in its own order. A step may begin in one epoch and end in
+    the next, and then may have a problem twice.
     """
     n = len(problems)
-    return [problems[epoch_order(n, seed, place // n, per_step)[place % n]] for place in places]
+    return [problems[epoch_order(n, seed, place // n)[place % n]] for place in places]
 
 
 @lru_cache(2)                                    # a step may end one epoch and begin the next
-def epoch_order(n: int, seed: int, epoch: int, per_step: int = 1) -> list[int]:
+def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
     """The permutation of range(n) that an epoch follows. It depends on the arguments alone, so a
     resumed run needs only its next place.
     """
-    order = shuffled(n, seed, epoch)
-    shared = epoch * n % per_step                # places of the first step in the epoch before
-    if shared and n >= 2 * per_step:
-        taken = set(shuffled(n, seed, epoch - 1)[-shared:])
-        # Only within the first step, so the end of an epoch never moves.
-        order[:per_step] = sorted(order[:per_step], key=taken.__contains__)
-    return order
-
-
-def shuffled(n: int, seed: int, epoch: int) -> list[int]:
     indices = list(range(n))
     random.Random(f"order/{seed}/{epoch}").shuffle(indices)
     return indices

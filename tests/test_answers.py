@@ -1,5 +1,5 @@
 r"""
-Tests the equality of answers against arithmetic that is done elsewhere (Fraction, integer convolution, mpmath), against
+Tests the equality of answers against arithmetic that is done elsewhere (Fraction, integer convolution), against
 facts worked out by hand, and on golds of public data sets: golds.json has 211 answers of MATH, GSM8K, AMC, AIME,
 OlympiadBench and DeepMath, chosen for their variety.
 
@@ -8,7 +8,7 @@ python -m pytest tests/test_answers.py -q
 import json
 import random
 import re
-from decimal import Decimal, localcontext
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import pytest
 
 from rewards import extract
 from tasks.answers import MAX_WORK, can_read, is_equal
-from tasks.decimals import CONTEXT, FORMULAS, ROUNDING, Number
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 
@@ -52,7 +51,7 @@ def test_golds_of_different_value_differ():
 
 EQUAL = r"""
 0.5 == \frac12                     -\frac{3}{4} == -.75             1\frac{1}{2} == 3/2               2 1/3 == 7/3
-1,234 == 1234                      1{,}234 == 1234                  32,\!348 == \$32348               1 000 == 1000
+1,234 == 1234                      1{,}234 == 1234                  32,\!348 == \$32348
 18.00 == 18                         +7 == 7
 0.\overline{3} == 1/3               0.1\overline{6} == 1/6
 3 \times 10^{4} == 30000            2^{-3} == 0.125
@@ -76,7 +75,7 @@ y=2x+3 == 2x-y+3=0                 x^2/4+y^2/3=1 == 3x^2+4y^2=12    x \ge 5 == 5
 x \in [1,2] == 1 \le x \le 2        x\ne0 == (-\infty,0)\cup(0,\infty)
 1,2,3 == 3,2,1                     \{1,2\} == 2 \text{ and } 1      x=1,y=2 == (1,2)                  y=2,x=1 == x=1,y=2
 1\pm\sqrt5 == 1-\sqrt5,1+\sqrt5    (1,2),(3,4) == (3,4),(1,2)       (0;1) == (0,1)                    7:32 == 7 : 32
-2:3 == \frac23                      (1,2)+t(3,4) == (1+3t,4t+2)
+2:3 == \frac23
 \begin{pmatrix}1\\2\end{pmatrix} == \langle 1,2\rangle
 2\begin{pmatrix}1&2\end{pmatrix} == \begin{bmatrix}2 & 4\end{bmatrix}
 ４２ == 42                         4² == 16                         −5 == -5                          ½ == 0.5
@@ -85,16 +84,15 @@ x\equiv3\pmod 7 == 3               10\bmod 7 == 3 (mod 7)           2y-2y+x == x
 10^{30} \bmod 7 == 1                -7 \bmod 3 == 2                  2.5 \bmod 1 == 0.5                abs(-3) == 3
 (-oo,0)\cup(1,inf) == (-\infty,0)\cup(1,\infty)       0.\bar{3} == 1/3
 \text{all real numbers} == \mathbb{R}                30 m/s == 30           no solution == \emptyset
-\sin 10^{20} == -\sin(-10^{20})    x^{2004}-1 == -1+x^{2004}    \arcsin\frac12 == \pi/6    \sinh 1 == \frac{e-1/e}{2}
-0.30000000000000004 == 0.3    \ln(2+\sqrt3) == -\ln(2-\sqrt3)
+\sin 10^{20} == -\sin(-10^{20})    x^{2004}-1 == -1+x^{2004}    \arcsin\frac12 == \pi/6
+\ln(2+\sqrt3) == -\ln(2-\sqrt3)
 \cos\frac{\pi}{12} == \frac{\sqrt6+\sqrt2}{4}    \arctan\frac12+\arctan\frac13 == \frac\pi4    \log_4 8 == 1.5
 \tan 75^\circ == 2+\sqrt3
 ((1,2)\cup(3,4))\cup(5,6) == (5,6)\cup(1,2)\cup(3,4)
 [[1,2],[3,4]] == \begin{pmatrix}1&2\\3&4\end{pmatrix}
-x=1,y=2 or x=3,y=4 == (3,4),(1,2)
 14 {, }916 == 14916              \text{five} == 5                  (C) Alina == C
 6:30 p.m. == 6:30\text{ PM}         5 men == 5             \text{12 cm} == 12
-0.\overline{01} == 1/99             5\text{ sec} == 5               \|x\| == |x|                      **42** == 42
+0.\overline{01} == 1/99             5\text{ sec} == 5               \|x\| == |x|
 floor(n/2) == \lfloor\frac n2\rfloor                |5 \bmod 3| == 2                x!\neq1 == x! \ne 1
 """
 DIFFERENT = r"""
@@ -160,7 +158,7 @@ FAMILIES = {
 (1,2),(1,2),(3,4) == (1,2),(3,4),(3,4)                                \{1,2,2\} == 1,1,2                 1,1,2 == 1,2,2
 """, r"""
 2,3,3 == 3,2,3                     \{2,3,3\} == \{2,3\}               \{2,3,3\} == 3,2,3                 3\pm0 == 3
-0,\pm2 == 0,2,-2                   x=\pm1,y=2 == (1,2),(-1,2)         p=\pm q == \pm q
+0,\pm2 == 0,2,-2                   p=\pm q == \pm q
 (0,1)\cup(2,3)\cup(2,3) == (0,1)\cup(2,3)
 """),
     "a word, a Roman number and an order are no products of their letters": (r"""
@@ -200,14 +198,14 @@ f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=
 5 kg == 5 grams    3 lb == 3 oz        60 mph == 60 kmh    5 liters == 5 gallons                   3 degrees == 3 rad
 """, r"""
 5 cm^2 == 5 square centimeters     5 cm^2 == 5\text{ cm}^{2}          5 centimeters squared == 5 cm^2    5 cm^2 == 5
-5\text{ cm}^3 == 5\text{ cubic cm}                                   5 cm^2 == 5 square units           5 pounds == 5 lb
+5\text{ cm}^3 == 5\text{ cubic cm}                                   5 pounds == 5 lb
 60 mph == 60 miles per hour        60 mph == 60\text{ mi/h}           60 km/h == 60 kmh                  60 km/h == 60
 9.8\text{ m/s}^2 == 9.8            60 m/s == 60\text{ meters per second}                                 50°F == 50
-50°F == 50 degrees Fahrenheit      50^\circ\text{C} == 50°C           50^\circ == 50°C                  \$5 == 5 dollars
+50°F == 50 degrees Fahrenheit      50^\circ\text{C} == 50°C           \$5 == 5 dollars
 \$18.90 == 18.9                    $5$ == \$5                       €5 == 5 euros                      20 percent == 0.2
 5 kg == 5 kilograms                    90 degrees == 90^\circ           90 == 90 degrees
 """),
-    "a long decimal is an exact value that it rounds, or from ten digits on cuts off, and no other": (r"""
+    "a long decimal is an exact value that it rounds, and no other": (r"""
 12345678905.0 == 12345678900            1234567890.9 == 1234567890              $12,345,678,905.00 == 12345678900
 2.000000001 == 2    0.9999999999 == 1   -1.0000000001 == -1                     1.9999999999 == 2   3.1415926566 == \pi
 3.1415926537 == \pi                     3.1415926534 == \pi                     3.1415928 == \pi    0.3333333334 == 1/3
@@ -216,12 +214,12 @@ f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=
 0.0000000001 == 0   0.30000000000000004 == -0.3             1234567890123456.5 == 1234567890123456
 1000000.00000001 == 1000000
 """, r"""
-0.333333333333 == 1/3                   -0.333333333333 == -1/3                 0.666666666666 == 2/3
-0.666666666667 == 2/3                   3.14159265359 == \pi                    3.1415926535 == \pi
--3.1415926535 == -\pi                   3.141593 == \pi     1.41421356 == \sqrt2
-1.4142135623 == \sqrt2                  1.4142135624 == \sqrt2                  0.6666667 == 2/3
-10^{10}/3 == 3333333333.333333          0.6666666666666667 == 2/3               0.49999999999999994 == 1/2
-2.0000000000 == 2   100.10000000000001 == 100.1             0.9999999999999999 == 1
+0.333333333333 == 1/3                   -0.333333333333 == -1/3
+0.666666666667 == 2/3                   3.14159265359 == \pi
+3.141593 == \pi     1.41421356 == \sqrt2
+1.4142135624 == \sqrt2                  0.6666667 == 2/3
+10^{10}/3 == 3333333333.333333          0.6666666666666667 == 2/3
+2.0000000000 == 2
 12345678905.0 == 12345678905            0.142857142857 == 1/7
 """),
     "a letter is a unit in upright type after a value, or after a number and a space": (r"""
@@ -241,7 +239,7 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 12\pi\text{ m}^2 == 12\pi               \frac{3}{4}\text{ h} == 0.75            (1+\sqrt2)\mathrm{ m} == 1+\sqrt2
 9.8\text{ m}/\text{s}^2 == 9.8\text{ m/s}^2                 5 m == 5            5 g == 5 grams      5 L == 5 liters
 2.5 h == 2\frac12   1,000 m == 1000     -3 m == -3          5 m == 5m           5 m == 5.0 m        5 m == 5.0\text{ m}
-5\text{ m} == 5.0\text{ meters}         $20$ m == 20        \frac12\mathrm{g} == \frac{g}{2}        3\text{ m}+1 == 1+3m
+5\text{ m} == 5.0\text{ meters}         $20$ m == 20        3\text{ m}+1 == 1+3m
 60 km / h == 60     x = 5\text{ m} == 5                     5\text{ m} == 5 m   (\text{A}) == A
 5\text{ s} == 5 seconds                 60\text{ km}/\text{h} == 60 km/h        5 N == 5 newtons
 5\text{ V} == 5 volts
@@ -292,7 +290,7 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 \frac{\infty}{\infty} == 1              \infty-\infty == 0  0\cdot\infty == 0   \infty^0 == 1       2\infty == \infty
 \frac{1}{\infty} == 0                   \infty == -\infty
 """, r"""
-\binom{n}{3} == \frac{n(n-1)(n-2)}{6}   \binom{5}{k} == \binom{5}{5-k}          \gcd(a,b) == \gcd(b,a+b)
+\binom{n}{3} == \frac{n(n-1)(n-2)}{6}   \binom{5}{k} == \binom{5}{5-k}
 \binom{n+1}{k} == \binom{n}{k}+\binom{n}{k-1}               \binom{2n}{n} == \frac{(2n)!}{n!^2}     n(n-1)! == n!
 \infty == +\infty   (-\infty,\infty) == \mathbb{R}
 """),
@@ -316,7 +314,7 @@ not x=5 == x=5      not x=5 == 5        \text{not } x=5 == 5                    
 10:30 pm == 10:30   4:15\text{ p.m.} == 4:15                7:45 am == 7:45 pm  anything but 5 == 5
 """, r"""
 5 months == 5       5 paths == 5        15 cats == 15       15 cats == 15 dogs  24\text{ students} == 24
-5 cats == 5 units   8 pm == 8           7:45 am == 7:45\text{ a.m.}             False == \text{false}
+8 pm == 8           7:45 am == 7:45\text{ a.m.}             False == \text{false}
 """),
     "a choice is its letter or its value, and no choice that is doubted": (r"""
 \textbf{(B)}\ 12 == C                   \textbf{(B)}\ 12 == 13                  \textbf{(B)}\ 12 == \textbf{(C)}\ 12
@@ -498,27 +496,20 @@ def test_factored_polynomials_agree_with_convolution():
         assert not is_equal(factored, wrong), (factored, wrong)
 
 
-def test_functions_agree_with_mpmath_to_the_digits_that_count_as_equal():
-    mpmath = pytest.importorskip("mpmath")
-    names = {"exp": "exp", "ln": "log", "sin": "sin", "cos": "cos", "tan": "tan", "cot": "cot", "sec": "sec",
-             "csc": "csc", "sinh": "sinh", "cosh": "cosh", "tanh": "tanh", "arcsin": "asin", "arccos": "acos",
-             "arctan": "atan"}
-    points = [("0.7", "0"), ("-0.3", "0"), ("-4.5", "0"), ("30", "0"), ("1.5", "0.7"), ("-2.5", "0.3"), ("0.4", "-2.2"),
-              ("1e-9", "0")]
-    with localcontext(CONTEXT), mpmath.workdps(120):
-        for name, reference in names.items():
-            for re_, im in points:
-                value = FORMULAS[name](Number(Decimal(re_), Decimal(im)))
-                exact = getattr(mpmath, reference)(mpmath.mpc(re_, im))
-                error = abs(mpmath.mpc(str(value.re), str(value.im)) - exact) / abs(exact)
-                assert error < float(ROUNDING), (name, re_, im, float(error))
-
-
 # limits ---------------------------------------------------------------------------------------------------------------
 
 def test_a_comparison_stops_at_its_work_limit():
     many = "+".join(f"\\sqrt{{x+{k}}}" for k in range(200))
     assert not is_equal(",".join([many] * 3), ",".join([many + "+1"] * 3)) and MAX_WORK < 100_000
+
+
+@pytest.mark.parametrize("huge", [
+    r"10^{10^{20}}", r"\sin(10^{10^{20}})", r"\binom{10^{10^{20}}}{2.5}", r"((10^{10^{20}})^{6600})^{6600}+1",
+    r"\gcd(10^{10^{20}},3)", r"\pm 10^{10^{20}}", r"2^{2^{2^{2^{2^{2}}}}}", r"\arctan(10^{24}i)", "(2999.5)!",
+    f"{'9' * 3000}^{{{'9' * 2900}}}"])
+def test_huge_numbers_take_no_time_and_equal_nothing_small(huge):
+    start = time.process_time()
+    assert not is_equal(huge, "1") and not is_equal(huge, huge + "+1") and time.process_time() - start < 1
 
 
 def test_unreadable_golds_are_found():

@@ -53,8 +53,7 @@ def test_random_model_of_a_published_size_runs(on_cpu, base):
 
 def test_sizes_are_those_of_the_published_models():
     """Parameters as the model cards count them, in billions; Qwen3-0.6B's as its safetensors files do."""
-    for size, billions in (("7b", 7.61), ("0.5b", 0.49), ("72b", 72.7), ("qwen3-0.6b", 0.596), ("qwen3-4b", 4.02),
-                           ("qwen3-8b", 8.2), ("qwen3-14b", 14.8), ("qwen3-32b", 32.8)):
+    for size, billions in (("7b", 7.61), ("0.5b", 0.49), ("72b", 72.7), ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.2)):
         c = bench.qwen.ModelConfig(*bench.SIZES[size])
         linears = sum(N * K for N, K in bench.fused_shapes(size).values())
         assert (c.layers * linears + (2 - c.tied) * c.vocab * c.width) / 1e9 == pytest.approx(billions, rel=0.01)

@@ -1,15 +1,14 @@
 """
-pass@k, maj@k and intervals, against enumeration, published tables and numbers worked by hand.
+pass@k and intervals, against enumeration, published tables and numbers worked by hand.
 
 python -m pytest tests/test_figures.py -v
 """
 import itertools
-import random
 
 import pytest
 import torch
 
-from tasks.figures import ballots, confidence_interval, maj_at_k, mean, pass_at_k, sampler_entropy
+from tasks.figures import confidence_interval, mean, pass_at_k, sampler_entropy
 
 
 @pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])
@@ -23,31 +22,6 @@ def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_answer(n, c):
 def test_pass_at_k_counts_all_choices_of_k_answers():
     assert pass_at_k(4, 1, 2) == 0.5                       # 3 of the 6 pairs hold the one right answer
     assert pass_at_k(200, 1, 100) == 0.5                   # C(200, 100) has 59 digits: no float on the way
-
-
-def test_equal_answers_vote_together_and_no_answer_does_not_vote():
-    assert ballots(["1/2", None, "3", "0.5", r"\frac12", "3.0"]) == ["1/2", None, "3", "1/2", "1/2", "3"]
-
-
-@pytest.mark.parametrize("votes,correct,k,want", [
-    ("AABBA", [1, 1, 0, 0, 1], 5, 1.0),                    # 3 against 2
-    ("AABB", [1, 1, 0, 0], 4, 0.5),                        # a tie of two, one of them right
-    ("ABC", [0, 1, 0], 3, 1 / 3),
-    ("BBAA", [0, 0, 1, 1], 2, 0.5),                        # blocks BB and AA
-    ("BBAAB", [0, 0, 1, 1, 0], 2, 0.5),                    # the fifth fits in no block
-    ([None, None, "A"], [0, 0, 1], 3, 1.0),                # two without an answer do not outvote one with
-    ([None, None], [0, 0], 2, 0.0),
-    ("AA", [1, 0], 2, 1.0)])                               # 0.333333 = 1/3, yet not 333333/1000000: the first decides
-def test_maj_at_k_is_what_counting_by_hand_gives(votes, correct, k, want):
-    assert maj_at_k(list(votes), correct, k) == pytest.approx(want)
-
-
-def test_one_or_two_voters_are_as_good_as_one_answer():
-    """Two that differ tie, and half of a tie is what one of them, drawn blindly, would score."""
-    rng = random.Random(0)
-    votes = [rng.choice("ABC") for _ in range(64)]
-    correct = [int(vote == "A") for vote in votes]
-    assert maj_at_k(votes, correct, 1) == maj_at_k(votes, correct, 2) == mean(correct)
 
 
 def test_the_samplers_entropy_is_a_mean_over_tokens_and_not_over_answers():

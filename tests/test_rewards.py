@@ -460,15 +460,6 @@ def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins,
         written(plug_ins, returned)("", PROBLEM, [""])
 
 
-def test_a_reward_that_does_not_return_is_named_now_and_then(plug_ins, monkeypatch, capsys):
-    monkeypatch.setattr(plugin, "SLOW", 0.05)
-    written(plug_ins, "__import__('time').sleep(0.2) or 1.0")("abc", PROBLEM, ["abc"])
-    said = capsys.readouterr().err.splitlines()
-    assert 1 <= len(said) <= 3 and all("--reward one:f" in line and "'abc'" in line for line in said)
-    Reward("mine:length")("abc", PROBLEM, ["abc"])
-    assert not capsys.readouterr().err
-
-
 def test_nan_and_the_largest_reward_are_allowed(plug_ins):
     parts = Reward("mine:unscorable")("", PROBLEM, [""])
     assert parts["good"] == 1 and math.isnan(parts["bad"])

@@ -1,23 +1,23 @@
 """
-Speed of sampling, training and whole steps, with random weights; needs a GPU.
+Measure sampling, training and steps on a GPU, with random weights.
 
-    python -m tools.bench step --model 7b --prompts 64             a GRPO step
-    python -m tools.bench step --model 7b --prompts 2 --new 4096   ... on long answers
-    python -m tools.bench step --model 32b --memory-gib 48         ... on a smaller card
-    python -m tools.bench rollout --model 7b --batch 1,8,64,256    tokens/s of the sampler
-    python -m tools.bench rollout --model qwen3-8b --base bf16
-    python -m tools.bench linears --model 7b                       a layer's linears against cuBLAS
-    torchrun --nproc-per-node 2 -m tools.bench step --model 7b     on several GPUs
+    python -m tools.bench step --model 7b --prompts 64
+    python -m tools.bench step --model 7b --prompts 2 --new 4096
+    python -m tools.bench step --model 32b --memory-gib 48
+    python -m tools.bench rollout --model 7b --batch 1,8,64,256
+    python -m tools.bench linears --model 7b
+    torchrun --nproc-per-node 2 -m tools.bench step --model 7b
 
-step       train.py's sampler, memory plan and update, on answers of 50 to 1,024 tokens, 300 on
-           average, or of --new each; the seconds of the slowest rank.
-rollout    B sequences in groups of gcd(B, 8), with an adapter, ignoring end ids; tokens/s include
-           prefill and the host's work. `preempted`: rows that waited for KV blocks.
-linears    A layer's four linears in a row, as in a decode step: `chain` is ours, without adding up
-           slabs (other kernels do that), `cublas` is bf16.
+step       a GRPO step with train.py's sampler, memory plan and update, on
+           answers of 50 to 1,024 tokens (mean 300), or of --new each; seconds
+           of the slowest rank
+rollout    tokens/s of the sampler, prefill and host included: B sequences in
+           groups of gcd(B, 8), with an adapter, ignoring end ids;
+           "preempted": rows that waited for KV blocks
+linears    a layer's four linears in a row, as in a decode step; "chain": ours,
+           without adding up slabs (other kernels do that); "cublas": bf16
 
-All output is JSON. The first line has the flags and what ran them, each line after it the figures
-of a case.
+All output is JSON: a line with the flags and the machine, then a line per case.
 """
 import argparse
 import functools
@@ -53,11 +53,7 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "72b": (8192, 29568, 80, 64, 8, 152064, False),
     # The same of Qwen3-*, and: d, biases of q, k and v, norms of q and k
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
-    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 151936, True, 128, False, True),
-    "qwen3-4b": (2560, 9728, 36, 32, 8, 151936, True, 128, False, True),
-    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True),
-    "qwen3-14b": (5120, 17408, 40, 40, 8, 151936, False, 128, False, True),
-    "qwen3-32b": (5120, 25600, 64, 64, 8, 151936, False, 128, False, True)}
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
 LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
@@ -258,20 +254,22 @@ def read_flags() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=COMMANDS)
-    add("--model", choices=SIZES, default="7b", type=lambda name: name.removeprefix("random:"))
+    add("--model", choices=SIZES, default="7b", metavar="SIZE", type=lambda name:
+        name.removeprefix("random:"), help=f"{', '.join(SIZES)} (default: 7b)")
     add("--kernels", choices=("hopper", "portable"), help="decode kernels (default: "
         "hopper on a Hopper GPU, else portable)")
-    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256],
-        help="linears: numbers of rows of x")
+    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], metavar="N",
+        help="linears: numbers of rows of x (default: 1 8 16 32 64 128 256)")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
-        help="rollout: sequences decoded at a time (default: 1,8,32,64,256)")
-    add("--prompt", type=number(int, "[1, 1e6]"), default=256, help="rollout: tokens per "
-        "prompt (default: 256)")
-    add("--new", type=number(int, "[2, 1e6]"), help="tokens per answer (default: rollout: 512, "
-        "step: 50 to 1,024)")
-    add("--prompts", type=number(int, "[1, 1e6]"), default=16, help="step: problems (default: 16)")
-    add("--kv-gib", type=number(float, "(0, 1e9]"), help="size of the KV cache, in GiB (default: "
-        "by the memory plan; rollout: what is needed, at most half of the free memory)")
+        metavar="N,N", help="rollout: sequences decoded at a time (default: 1,8,32,64,256)")
+    add("--prompt", type=number(int, "[1, 1e6]"), default=256, metavar="N", help="rollout: tokens "
+        "per prompt (default: 256)")
+    add("--new", type=number(int, "[2, 1e6]"), metavar="N", help="tokens per answer (default: "
+        "512 for rollout, 50 to 1,024 for step)")
+    add("--prompts", type=number(int, "[1, 1e6]"), default=16, metavar="N",
+        help="step: problems per step (default: 16)")
+    add("--kv-gib", type=number(float, "(0, 1e9]"), metavar="X", help="size of the KV cache, in GiB "
+        "(default: memory plan for step; as needed, at most half the free memory, for rollout)")
     for name, default in dict(base="nvfp4", lora_rank=32, group_size=8, max_rows=None,
                               memory_gib=None, micro_batch_tokens=None).items():
         add_flag(parser, name, default)          # of a step all, of the others the first two

@@ -1,12 +1,12 @@
 """
-Talk to a model through the sampler of training.
+Talk to a model or a run, through training's sampler.
 
-    python -m tools.chat runs/x                        a run's model, with its adapter and prompt
+    python -m tools.chat runs/x                        a run, with its prompt
     python -m tools.chat runs/x --question "2+3*4?"    one answer on stdout
     python -m tools.chat --model qwen2.5-7b --adapter runs/x/adapter
 
-Each line continues the conversation, an empty line starts a new one, Ctrl-D quits. Each turn
-computes the conversation from the start.
+Each line continues the conversation, an empty line starts a new one, Ctrl-D
+quits. Each turn prefills the whole conversation again.
 """
 import argparse
 import sys

@@ -1,19 +1,19 @@
 """
 Write model folders for other programs.
 
-    python -m tools.convert nvfp4 SRC OUT        a 16-bit model in NVFP4, for vLLM and transformers
-    python -m tools.convert merge RUN OUT        the trained model of a run in bf16
+    python -m tools.convert nvfp4 SRC OUT     a 16-bit model in NVFP4
+    python -m tools.convert merge RUN OUT     a run's trained model in bf16
 
-nvfp4 writes the format of compressed-tensors, layer by layer. With --calibrate N the codes are
-chosen by GPTQ on the model's own answers, and the KL divergence from the 16-bit model is printed
-(calibrate.py).
+nvfp4 writes the format of compressed-tensors, which vLLM and transformers
+read. With --calibrate N, GPTQ chooses the codes on the model's own answers,
+and the KL divergence from the 16-bit model is printed.
 
-merge adds a run's adapter to the weights it was trained on, decoded if they are 4-bit, and rounds
-the sum to bf16, so log-probs change slightly. To measure the result:
+merge adds a run's adapter to the weights it was trained on, decoded if they
+are 4-bit, and rounds the sum to bf16, so log-probs change slightly. Measure it:
 python evaluate.py RUN --model OUT --base bf16 --adapter none
 
-Merging into 4 bits is not offered: the rounding error exceeds most adapters. To serve 4-bit
-weights, convert the model with nvfp4 and load the run's adapter on top.
+Merging into 4 bits is not offered: the rounding error exceeds most adapters.
+To serve 4-bit weights, convert the model and load the run's adapter on top.
 """
 import argparse
 from pathlib import Path
@@ -76,13 +76,14 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=("nvfp4", "merge"))
-    add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: folder of a run")
+    add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: run folder")
     add("out", type=Path, help="new or empty folder")
-    add("--calibrate", type=number(int, "[2, 1e5]"), help="choose the codes by GPTQ on answers to "
-        "this many training problems; the last eighth is held out to measure the KL divergence")
-    for name, default in dict(data="gsm8k", prompt_style="boxed", thinking="off", seed=0,
+    add("--calibrate", type=number(int, "[2, 1e5]"), metavar="N", help="choose the codes by GPTQ on "
+        "answers to N training problems, with the last eighth held out to measure the KL divergence")
+    for name, default in dict(data="gsm8k", prompt_style="boxed", thinking="off",
                               device=None).items():
         add_flag(parser, name, default)
+    add_flag(parser, "seed", 0, "random seed of the calibration (default: 0)")
     args = parser.parse_args()
     with env.one_line(f"convert {args.command}"):
         must_be_new(args.out)

@@ -187,12 +187,12 @@ def page(runs: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(
         usage="report RUN [RUN ...] [flags], --help lists them", allow_abbrev=False,
-        description="One HTML page with the curves, settings and answers of one or more runs.")
+        description="Write an HTML page with the curves, settings and answers of runs.")
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--out", type=Path, help="the page to write (default: report.html in the "
-                        "run; for several, report-with-y.html in the first)")
+    parser.add_argument("--out", type=Path, help="page to write (default: report.html in the run; "
+                        "for several runs, report-with-y.html in the first)")
     parser.add_argument("--every", type=int, default=1, metavar="N",
-                        help="show the answers of every Nth step only (default: 1)")
+                        help="keep the answers of every Nth step only (default: 1)")
     args = parser.parse_args()
     others = "-".join(["-with", *(run.resolve().name for run in args.runs[1:])])
     out = args.out or args.runs[0] / f"report{others if args.runs[1:] else ''}.html"

@@ -1,13 +1,15 @@
 """
-One problem through one training step, from prompt to update, with every number.
+Follow one problem through one training step, from prompt to update.
 
-    python -m tools.walkthrough          the bundled model, on a CPU, offline, about half a minute
+    python -m tools.walkthrough     offline, on a CPU, about ten seconds
 
-Read it from top to bottom like a notebook: each cell (# %%) is one part of a training step, and
-editors that know the marks can run them one by one. train.py calls the same functions, for sixteen
-problems at once. docs/walkthrough.md shows and explains the output.
+docs/walkthrough.md shows and explains the output. The script reads like a
+notebook: each cell (# %%) is one part of a training step, and editors that know
+the marks run them one by one. train.py calls the same functions, for sixteen
+problems at once.
 """
 import math
+import sys
 
 import torch
 
@@ -24,6 +26,10 @@ from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling
 from tasks.problems import load_problems, problems_at
 from weights import Shards
+
+if {"-h", "--help"} & {*sys.argv[1:]}:
+    print(__doc__.strip())
+    sys.exit()
 
 SEED = 0
 STEPS = 48                                       # training steps of the run
@@ -234,37 +240,3 @@ for b, (before, after) in enumerate(zip(of_rows(old), of_rows(policy))):
     print(f"{b:3}  {reward[b]:6.0f}  {before.sum().exp():18.1%}  {after.sum().exp():5.1%}")
 print("\na second pass over the same answers:")
 show_losses(policy)
-
-# %% 10. Thirty steps
-# All of the above in a loop, with four problems per step.
-def share_right(some):
-    """The share of these problems that the model solves, greedily and without noise."""
-    greedy = sampling._replace(temperature=0.0)
-    answers = sampler.generate([one.prompt for one in some], 1, greedy)
-    graded = rewards.grade_rows(tokenizer, some, answers.rows)
-    return torch.tensor([row["correct"] for row in graded]).mean()
-
-
-held_out = encode_prompts(tokenizer, load_problems("arithmetic", "test")[:64], "boxed")
-share_before = share_right(held_out)
-for step in range(30):
-    places = range(4 * step, 4 * step + 4)
-    some = problems_at(problems, SEED, places)
-    with aqn.noisy_norms(model, aqn.sigma_at(step, 30, 1e-2, 5e-4, 10), SEED, step):
-        answers = sampler.generate([one.prompt for one in some], GROUP_SIZE, sampling, list(places))
-    graded = rewards.grade_rows(tokenizer, some, answers.rows)
-    rewarded = torch.tensor([row["task"] for row in graded])
-    finished = torch.tensor([row.finished for row in answers.rows])
-    in_loss = grpo.loss_mask(answers.sampled(), rewarded, finished, mask_overlong=True)
-    learner.update(Batch(answers.rows, grpo.group_advantages(rewarded, GROUP_SIZE, "group")),
-                   grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS), lr=5e-4)
-
-title("10. Thirty steps")
-now = learner_logprobs()
-print(f"{'':50}  before  after")
-for b in (4, 5):
-    before, after = (of_rows(logprobs)[b].sum().exp() for logprobs in (old, now))
-    label = f"row {b}: {tokenizer.decode(rollouts.completions[b])}"
-    print(f"{label:50}  {before:6.0%}  {after:5.0%}")
-label = f"right answers to {len(held_out)} held-out problems"
-print(f"{label:50}  {share_before:6.0%}  {share_right(held_out):5.0%}")
