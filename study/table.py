@@ -38,6 +38,8 @@ COMPARISONS = (
     ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
      "math-calibrated-1e-4 math-calibrated-2e-4", "math-bf16-1e-4 math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, both at 2e-4", "math-calibrated-2e-4", "math-bf16-2e-4"),
+    ("MATH, 1.5B: the same with the newer seeds", "math-calibrated-2e-4+o11-cal",
+     "math-bf16-2e-4+o11-bf16"),
     ("MATH, 1.5B: calibrated - bf16, both at 1e-4", "math-calibrated-1e-4", "math-bf16-1e-4"),
     ("MATH, 1.5B: calibrated, 2e-4 - 1e-4", "math-calibrated-2e-4", "math-calibrated-1e-4"),
     ("MATH, 1.5B: bf16, 2e-4 - 1e-4", "math-bf16-2e-4", "math-bf16-1e-4"),
@@ -84,7 +86,8 @@ def values(arms: dict, names: str, kind: str) -> dict[int, float]:
     """
     def value(row):
         if kind == "gain":
-            return float(row["sampled"]) - float(row["sampled_before"]) if row["sampled"] else None
+            known = row["sampled"] and row["sampled_before"]
+            return float(row["sampled"]) - float(row["sampled_before"]) if known else None
         return float(row[kind]) if row[kind] else None
 
     parts = [{seed: value(row) for name in joined.split("+") for seed, row in arms[name].items()
