@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +61,18 @@ def tiny(tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="session")
+def tiny_nvfp4(tmp_path_factory):
+    """../tiny as a folder in NVFP4. It computes the same as ../tiny that is quantized while it loads
+    (test_weights.py), which takes three times as long.
+    """
+    import calibrate
+    from weights import ModelFolder
+    out = tmp_path_factory.mktemp("nvfp4") / "tiny"
+    calibrate.to_nvfp4(calibrate.source_of(ModelFolder(ROOT / "tiny"), torch.device("cpu")), out, "search")
+    return out
+
+
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """A function of a compute capability. After its call torch reports such a GPU, though no tensor can go there."""
@@ -78,26 +89,6 @@ def ctrl_c_interrupts():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def interpreted():
-    """A function of a test file: runs it where Triton interprets the kernels, returns how many tests passed there.
-
-    That needs a process of its own, since Triton chooses between GPU and interpreter when it is imported.
-    """
-    def passed(file):
-        if os.environ.get("TRITON_INTERPRET"):
-            pytest.skip("this is the interpreter's process")
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-rpfE",
-                   "-k", "not compile", file]
-        done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-        if done.returncode:
-            again = f"TRITON_INTERPRET=1 pytest -n 0 {file}"
-            pytest.fail(f"{(done.stdout + done.stderr)[-6000:]}\n{again}", pytrace=False)
-        return len(re.findall(rf"^PASSED .*{Path(file).name}::", done.stdout, re.M))
-
-    return passed
 
 
 @pytest.hookimpl(optionalhook=True)                        # `pytest -n 0 -p no:xdist` has no such hook

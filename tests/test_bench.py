@@ -117,8 +117,8 @@ def test_what_a_command_measures(measured, command, keys):
 
 def test_a_kv_cache_that_is_too_small_makes_rows_wait(measured):
     block = 2 * 2 * 2 * 32 * 16 * 2                        # bytes: keys and values of 2 layers, 2 heads of 16, in bf16
-    assert measured("rollout", "--kv-gib", 12 * block / 2**30, "--new", 60)["preempted"] > 0
-    assert measured("rollout", "--new", 60)["preempted"] == 0
+    assert measured("rollout", "--batch", 8, "--kv-gib", 12 * block / 2**30, "--new", 60)["preempted"] > 0
+    assert measured("rollout", "--batch", 8, "--new", 60)["preempted"] == 0
 
 
 def test_a_step_may_have_answers_of_one_length(measured):

@@ -4,6 +4,7 @@ logits of two whole models.
 
 python -m pytest tests/test_calibrate.py -v
 """
+import json
 import shutil
 
 import pytest
@@ -279,6 +280,7 @@ def test_the_printed_kl_is_that_of_the_logits_of_two_whole_models(tiny, tmp_path
     spread = (spread * 3 / 2) ** 0.5 / count               # three answers
     assert error == pytest.approx(spread, abs=2 * slack)
     said, _ = capsys.readouterr().out.splitlines()         # the last line is load's
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["calibration"] == said
     assert f"KL(16 bits || gptq) {kl:.3g} +- {error:.2g} nats per token, on the 63 tokens of 3 answers" in said
 
 
