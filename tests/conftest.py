@@ -93,12 +93,12 @@ def ctrl_c_interrupts():
 
 @pytest.hookimpl(optionalhook=True)                        # `pytest -n 0 -p no:xdist` has no such hook
 def pytest_xdist_auto_num_workers():
-    """How many processes `-n auto` starts: as many as there are cores, at most four, since each holds up to 1 GB with
-    the run that it tests. On a machine with a GPU there is one alone: tests that measure the GPU's memory would disturb
-    each other.
+    """How many processes `-n auto` starts: one more than there are cores, since some tests wait for a signal or another
+    process, and at most four, since each holds up to 1 GB with the run that it tests. On a machine with a GPU there is
+    one alone: tests that measure the GPU's memory would disturb each other.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if torch.cuda.is_available() or cores == 1 else min(cores, 4)
+    return 0 if torch.cuda.is_available() or cores == 1 else min(cores + 1, 4)
 
 
 def pytest_collection_modifyitems(items):
