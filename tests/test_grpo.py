@@ -315,28 +315,6 @@ def test_plain_gradient_equals_the_clipped_ratio_gradient_on_the_first_update():
     assert torch.allclose(got, want, rtol=1e-10, atol=1e-14)
 
 
-def test_second_update_on_the_same_rollout_meets_the_clip():
-    toy = Toy()
-    toy.rollout = toy.old = toy.logprobs().detach()
-    first, sums = toy.gradient("dapo", [range(16)])
-    assert sums["clip_ratio_low"] + sums["clip_ratio_high"] == 0
-    assert summarize(sums)["rollout_is_ess"] == pytest.approx(1)
-    with torch.no_grad():
-        toy.W -= 20 * first
-    second, sums = toy.gradient("dapo", [range(16)])
-    assert sums["clip_ratio_low"] > 0 and sums["clip_ratio_high"] > 0
-    assert second.norm() < 0.5 * first.norm()
-
-
-def test_without_a_kl_term_rows_outside_the_mask_and_advantages_of_0_add_no_gradient():
-    toy = Toy()
-    toy.advantages[:] = 0
-    assert not toy.gradient("dapo", [range(16)])[0].any()
-    toy = Toy()
-    toy.mask[:] = False
-    assert not toy.gradient("grpo", [range(16)])[0].any()
-
-
 def test_empty_micro_batch_adds_nothing():
     empty, row = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     for loss in LOSSES.values():

@@ -4,6 +4,7 @@ The plan of the house: imports go down and in no circle, Triton stays behind one
 It looks at the files that git tracks; a file of your own beside them has to please you alone until you commit it.
 """
 import ast
+import functools
 import inspect
 import json
 import subprocess
@@ -44,9 +45,14 @@ MODULES = set(TREES)
 PROGRAMS = [name for name, tree in TREES.items() if "'__main__'" in ast.unparse(tree)]
 
 
-def imports(name, nodes=None):
-    """The full names that a module's import statements, or those of some nodes, ask for, in their order."""
-    for node in ast.walk(TREES[name]) if nodes is None else nodes:
+@functools.cache
+def imports(name, late=True):
+    """The full names that a module asks for, in their order. late: those of its functions too."""
+    return [*asked_for(ast.walk(TREES[name]) if late else TREES[name].body)]
+
+
+def asked_for(nodes):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):   # `from fast import kernels` may mean a module
@@ -57,7 +63,7 @@ def below(name, late=True):
     """All of the project's modules that come with a module (late: also once a function imports them)."""
     seen, waiting = set(), {name}
     while waiting:
-        waiting = {other for here in waiting for other in imports(here, None if late else TREES[here].body)
+        waiting = {other for here in waiting for other in imports(here, late)
                    if other in MODULES and not f"{here}.".startswith(f"{other}.")} - seen
         seen |= waiting
     return seen
@@ -87,7 +93,7 @@ def test_triton_is_imported_in_marlin_fp4_and_in_fast_alone():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_imports_env_before_torch(name):
     """env.py holds settings that torch reads once, when it is imported."""
-    ours = [other for other in imports(name, TREES[name].body) if other in MODULES or other == "torch"]
+    ours = [other for other in imports(name, late=False) if other in MODULES or other == "torch"]
     torch = next((i for i, other in enumerate(ours) if other == "torch" or any(
         "torch" in imports(part) for part in {other} | below(other, late=False))), None)
     assert torch is None or "env" in ours[:torch]

@@ -22,7 +22,6 @@ import attention
 import model
 import nvfp4
 import ops
-from attention import PackedAttention
 from fast import kernels
 
 GPU = torch.cuda.is_available()
@@ -175,27 +174,6 @@ def test_attend_and_its_backward_equal_plain_torch(dtype, H, KV, d, q_lengths, k
     gradients = attention.attend_spans_backward.reference(dout.double(), *exact, want, want_lse, s)
     for a, b in zip(got, gradients):
         assert (a - b).norm() < BOUND[dtype] * b.norm()
-
-
-@gpu
-@pytest.mark.parametrize("prompts,groups", [
-    ((5,), [(3, 1)]), ((1,), [(1, 2, 3, 4, 5, 6, 7, 8)]), ((7, 2, 4), [(5, 3), (1, 6), ()]), ((3, 9), [])])
-@pytest.mark.parametrize("dtype,heads,d", [(torch.bfloat16, (28, 4), 128), (torch.float16, (14, 2), 64)])
-def test_attention_to_a_shared_prompt_is_that_of_plain_torch_and_repeats_bit_for_bit(prompts, groups, dtype, heads, d):
-    prompts, groups = [40 * p for p in prompts], [[40 * n for n in g] for g in groups]    # longer than a tile
-    T = sum(prompts) + sum(map(sum, groups))
-    inputs = [torch.randn(T, h, d, dtype=dtype, device="cuda", requires_grad=True) for h in (heads[0], *heads[1:] * 2)]
-    upstream = torch.randn(T, heads[0], d, dtype=dtype, device="cuda")
-
-    def run(tensors, device, upstream):
-        out = PackedAttention(prompts, device, groups)(*tensors)
-        return out, *torch.autograd.grad(out, tensors, upstream)
-
-    got = run(inputs, "cuda", upstream)
-    exact = [t.detach().cpu().double().requires_grad_() for t in inputs]
-    for a, b in zip(got, run(exact, "cpu", upstream.cpu().double())):
-        assert (a.cpu() - b).norm() < BOUND[dtype] * b.norm()
-    assert all(torch.equal(a, b) for a, b in zip(got, run(inputs, "cuda", upstream)))
 
 
 # -----------------------------------------------------------------------------

@@ -479,14 +479,6 @@ def test_a_restored_learner_goes_on_bit_for_bit(tiny):
     assert torch.equal(other.adapter.working, learner.adapter.working)
 
 
-def test_the_optimizer_steps_the_tensors_that_are_saved(tiny):
-    learner, _, *step = some_step(tiny)
-    tensors = learner.tensors()
-    assert tensors.keys() == {"master", "step", *learner.optimizer.MOMENTS}
-    learner.update(*step, lr=1e-3)
-    assert tensors["step"] == 1 and all(t.any() for t in tensors.values())
-
-
 # -----------------------------------------------------------------------------
 # Micro-batches
 

@@ -441,6 +441,8 @@ def test_a_run_that_exceeds_the_card_is_refused_before_its_weights_are_read(fake
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda *_: 0)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (2**20, 2**34))             # 1 MiB is free
     monkeypatch.setattr(setup, "read_model", lambda *_: pytest.fail("weights were read"))
-    settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run")])
+    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
+    settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run"), "--data",
+                                 str(tmp_path / "sums.jsonl")])
     with pytest.raises(UserError, match=r"--model .*tiny needs more than the 0.6 GiB .*an adapter of rank 64"):
         setup.prepare(settings, None)

@@ -52,10 +52,11 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line_and_code_130(tmp_path):
 
 def test_ctrl_c_while_a_model_is_loaded_leaves_no_file(tmp_path, monkeypatch, ctrl_c_interrupts):
     monkeypatch.setattr(model, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     with pytest.raises(KeyboardInterrupt):                                # env.report_uncaught prints the line
-        run_here(tmp_path, monkeypatch, "evaluate.py", "--model", TINY, "--data", "arithmetic", "--device", "cpu",
+        run_here(tmp_path, monkeypatch, "evaluate.py", "--model", TINY, "--data", "sums.jsonl", "--device", "cpu",
                  "--out", "x.jsonl")
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]
 
 
 @pytest.mark.parametrize("number,end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

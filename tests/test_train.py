@@ -31,7 +31,6 @@ from helpers import TEMPLATES, thinking_tiny
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
-import calibrate
 import train as train_py
 from aqn import draw_z
 from grpo import LOSSES, rollout_sums
@@ -43,16 +42,13 @@ from lora import attach
 from model import load
 from sampler import KV_BLOCK, Rollouts, Row, blocks_for
 from tasks.arithmetic import arithmetic
-from weights import NVFP4_CONFIG, ModelFolder, Shards
+from weights import NVFP4_CONFIG, Shards
 
 ROOT = Path(__file__).parent.parent
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
 SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-problems 4 --eval-every 10 --lr 1e-3 "
          "--epochs 1 --max-rows 64").split()
 REWARDS = '''
-def broken(completion, problem):
-    return float("inf") if len(completion) % 2 else 0.0
-
 def nan(completion, problem):
     return float("nan")
 
@@ -115,14 +111,13 @@ class Runs:
     begin: that is left to those with a --base or --calibrate and to those that name the model, as the one that learns.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, tiny_nvfp4):
         self.folder = folder
         lines = [json.dumps({"question": q, "answer": answer}) for _, q, answer in arithmetic("train", 600)]
         (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
         (folder / "more.jsonl").write_text("\n".join(lines))
         (folder / "my_rewards.py").write_text(REWARDS)
-        source = calibrate.source_of(ModelFolder(ROOT / "tiny"), torch.device("cpu"))
-        calibrate.to_nvfp4(source, folder / "tiny", "search")
+        shutil.copytree(tiny_nvfp4, folder / "tiny")
 
     def start(self, out, *flags, model=None, env={}, max_file=None, fault=None, bare=False):
         """bare: these flags and no others."""
@@ -183,7 +178,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, tiny_nvfp4):
     # For the start of the server alone: one thread, no GPU, the path that Python 3.11 does not hand on to its preloads.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -191,7 +186,7 @@ def runs(tmp_path_factory):
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
         forkserver.set_forkserver_preload(["torch.distributed", "train", __name__])
         forkserver.ensure_running()
-    return Runs(tmp_path_factory.mktemp("runs"))
+    return Runs(tmp_path_factory.mktemp("runs"), tiny_nvfp4)
 
 
 @pytest.fixture(scope="module")
@@ -326,9 +321,8 @@ def test_the_embedded_model_learns(runs):
     assert metrics[0]["eval_accuracy_before"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
-@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1", "--loss dapo --base nf4 --lr-schedule constant",
-                                   "--loss dr_grpo --advantage-scale none --overlong keep",
-                                   "--loss gspo --advantage-scale none --correction off --weight-decay 0.1",
+@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1 --base nf4 --lr-schedule constant",
+                                   "--loss gspo --advantage-scale none --correction off --overlong keep",
                                    *(f"--loss {loss}" for loss in LOSSES
                                      if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's own
 def test_every_loss_and_option_runs(runs, flags):
@@ -463,8 +457,7 @@ def test_no_adapter_is_the_best_unless_it_beats_the_model_before_training(runs):
     assert {path.name for path in (runs.folder / "worse" / "adapters").iterdir()} == {"step_000001", "step_000002"}
 
 
-@pytest.mark.parametrize("flags,evaluated", [("--steps 1", [1]), ("--steps 3 --eval-every 1", [1, 2, 3]),
-                                             ("--steps 3 --eval-every 2", [2, 3])])
+@pytest.mark.parametrize("flags,evaluated", [("--steps 2 --eval-every 1", [1, 2]), ("--steps 3 --eval-every 2", [2, 3])])
 def test_a_run_is_evaluated_before_training_at_intervals_and_at_its_end(runs, flags, evaluated):
     out = f"evaluated{flags}".replace(" ", "")
     log = runs.run(out, *flags.split(), *"--lr 0.05 --temperature 2 --reward my_rewards:by_length".split())
@@ -514,7 +507,7 @@ def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins
     assert runs.same("killed-early", "from-given")
 
 
-def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole, monkeypatch):
+def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole):
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
     before = files_of(runs.folder / out)
@@ -635,10 +628,6 @@ def stop_before_reading():
     folder_py.Checkpoints.load = load
 
 
-def break_before_reading():
-    folder_py.Checkpoints.load = lambda self: 1 / 0
-
-
 def stop_after_reading():
     def trim_log(path, step):                                        # the checkpoint is read, nothing in place yet
         os.kill(os.getpid(), signal.SIGTERM)
@@ -649,7 +638,6 @@ def stop_after_reading():
 
 @pytest.mark.parametrize("fault,said", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; continue"),
-    (break_before_reading, "ZeroDivisionError"),
     (stop_after_reading, "stopped by SIGTERM; step 9 is saved; continue")])
 def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
     # The adapter of the last step was replaced by the one that training starts from, whose B is zero.
@@ -660,14 +648,6 @@ def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter
     before = files()
     log = runs.run(fault.__name__, "--resume", code=1, fault=fault)
     assert said in log and files() == before
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_is_used(runs, whole):
-    shutil.copytree(runs.folder / whole, runs.folder / "damaged")
-    os.truncate(runs.folder / "damaged/checkpoints/step_000009/state.safetensors", 1_000_000)
-    log = runs.run("damaged", "--resume")
-    assert "step_000009" in log and "step_000006: continuing" in log
-    assert runs.same("damaged", whole)
 
 
 def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
@@ -684,13 +664,11 @@ def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
     assert runs.same("full", whole)
 
 
-def test_a_run_thinks_as_told_and_goes_on_so(runs, tmp_path):
+def test_a_run_thinks_as_told(runs, tmp_path):
     model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
     runs.run("thinks", "--steps", "1", "--thinking", "on", model=model)
     assert json.loads((runs.folder / "thinks" / "run.json").read_text())["thinking"] == "on"
     assert "<think>\n\n</think>" not in runs.samples("thinks")[0]["prompt"]
-    runs.run("thinks", "--resume", "--steps", "2")
-    assert len(runs.lines("thinks")) == 2
 
 
 def test_what_a_model_says_of_its_sampling_is_no_part_of_training(runs, whole, tmp_path):
@@ -707,35 +685,12 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("flags,named", [
-    ("--resume --lr 0.5", "--lr is 0.5"), ("--resume --steps 3", "--steps is 3"),
-    ("--resume --data more.jsonl", "more.jsonl"), ("--steps 2", "--out whole is not empty")])
+@pytest.mark.parametrize("flags,named", [("--resume --lr 0.5", "--lr is 0.5"),
+                                         ("--resume --data more.jsonl", "more.jsonl: problems or prompts differ")])
 def test_a_resume_with_other_settings_is_refused_and_changes_nothing(runs, whole, flags, named):
     before = files_of(runs.folder / whole)
     last = runs.run(whole, *flags.split(), code=1).splitlines()[-1]
     assert last.startswith("train.py: ") and named in last and files_of(runs.folder / whole) == before
-
-
-@pytest.mark.parametrize("changes,named", [
-    ({"problems_sha256": "0"}, "problems or prompts differ"), ({"weights_sha256": "0"}, "weights differ")])
-def test_a_run_json_that_was_edited_is_refused_and_nothing_changes(runs, whole, changes, named):
-    folder = runs.folder / "edited"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(runs.folder / whole, folder)
-    (folder / "run.json").write_text(json.dumps(json.loads((folder / "run.json").read_text()) | changes))
-    before = files_of(folder)
-    last = runs.run("edited", "--resume", "--steps", "10", code=1).splitlines()[-1]
-    assert last.startswith("train.py: ") and named in last and files_of(folder) == before
-
-
-def test_a_recipe_or_another_run_gives_the_settings_of_a_new_one(runs, whole):
-    runs.run("like", *f"--config {whole}/run.json --steps 2 --device cpu --out like".split(), bare=True)
-    assert runs.samples("like") == [row for row in runs.samples(whole) if row["step"] < 2]
-    (runs.folder / "recipe.json").write_text(json.dumps(dict(lora_rank=4, seed=3)))
-    runs.run("cooked", "--config", "recipe.json", "--steps", "1")
-    flags = json.loads((runs.folder / "cooked" / "run.json").read_text())
-    assert (flags["lora_rank"], flags["seed"], flags["steps"]) == (4, 3, 1)
-    assert not {"out", "device", "memory_gib"} & flags.keys()
 
 
 def test_a_resumed_run_has_the_memory_that_it_began_with_and_names_what_differs(runs):
@@ -848,12 +803,11 @@ def free_port():
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("flags,said", [(("--lr", "0.1"), "lr: rank 1 has 0.1, rank 0 has 0.001"),
-                                        (("--data", "more.jsonl"), "problems_sha256: rank 1 has ")])
-def test_ranks_with_other_settings_or_problems_are_refused(runs, flags, said):
-    for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=[(), flags])):
+def test_ranks_with_other_problems_are_refused(runs):
+    flags = (), ("--data", "more.jsonl")
+    for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=flags)):
         process.join(60)
-        assert process.exitcode == 1 and said in runs.log("unlike", rank).splitlines()[-1]
+        assert process.exitcode == 1 and "problems_sha256: rank 1 has " in runs.log("unlike", rank).splitlines()[-1]
     assert not list((runs.folder / "unlike").iterdir())
 
 
@@ -926,8 +880,3 @@ def test_what_is_wrong_is_one_line_with_the_name_of_the_flag_or_file(runs, flags
     last = runs.run("bad", *flags.split(), code=1).strip().splitlines()[-1]
     assert last.startswith("train.py: ") and named in last
     assert "Traceback" not in runs.log("bad") and not list((runs.folder / "bad").glob("*"))
-
-
-def test_a_reward_that_no_update_can_use_ends_the_run_in_one_line(runs):
-    last = runs.run("refused", "--steps", "3", "--reward", "my_rewards:broken", code=1).strip().splitlines()[-1]
-    assert last.startswith("train.py: --reward my_rewards:broken: returned inf, ")

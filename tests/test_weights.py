@@ -26,7 +26,6 @@ from weights import (
     ModelFolder,
     Shards,
     hub_id,
-    load_nvfp4,
     model_tensors,
     nvfp4_tensors,
     read_config,
@@ -75,29 +74,6 @@ def test_a_folder_comes_back_as_written(tiny, tmp_path, files):
         assert torch.equal(shards.get(name), want)
 
 
-def test_a_written_nvfp4_linear_is_read_back_as_quantized_in_memory(tiny, tmp_path):
-    case = tiny["untied"]
-    (case.folder / "tokenizer.json").write_text("{}")
-    shards = Shards(write_nvfp4(case, tmp_path / "out"))
-    for i in range(case.raw["num_hidden_layers"]):
-        for group in GROUPS:
-            names = [f"model.layers.{i}.{target}" for target in group]
-            weights = [case.tensors[f"{name}.weight"] for name in names]
-            scale = nvfp4.global_scale_for(*weights)
-            for name, w in zip(names, weights):
-                assert f"{name}.weight" not in shards.names
-                assert shards.get(f"{name}.weight_global_scale").tolist() == [1 / scale.item()]
-                for got, want in zip(load_nvfp4(shards, name), nvfp4.quantize(w, scale), strict=True):
-                    assert same_bytes(got, want)
-    for name, want in case.tensors.items():
-        if not name.endswith(tuple(f"{target}.weight" for target in TARGETS)):
-            assert torch.equal(shards.get(name), want), name
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["hidden_size"] == 128 and config["quantization_config"]["format"] == "nvfp4-pack-quantized"
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]          # the temporary folder is gone
-
-
 def test_16_bit_weights_lose_the_sources_quantization_config(tiny, tmp_path):
     source = write_nvfp4(tiny["tied"], tmp_path / "four")
     save_model(tiny["tied"].tensors.items(), source, tmp_path / "sixteen")
@@ -120,28 +96,6 @@ def test_output_is_split_into_shards_that_the_index_lists(tiny, tmp_path, monkey
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(one.get(name).nbytes for name in one.names)
     assert index["weight_map"] == {name: path.name for name, path in many.names.items()}
-
-
-def test_an_out_that_holds_something_is_refused_and_kept(tiny, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    write_nvfp4(tiny["tied"], out)                                        # empty: allowed
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(ValueError, match="out: "):
-        write_nvfp4(tiny["tied"], out)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_a_model_that_fails_half_way_leaves_no_folder(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights_py, "SHARD_BYTES", 10_000)
-
-    def tensors():
-        yield from list(tiny["tied"].tensors.items())[:9]
-        raise ValueError("the tenth is bad")
-
-    with pytest.raises(ValueError, match="the tenth is bad"):
-        save_model(tensors(), tiny["tied"].folder, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 # -----------------------------------------------------------------------------
@@ -373,13 +327,6 @@ def test_ids_and_lengths_beyond_the_model_are_refused(tiny):
     ModelFolder(folder).check_length(512)
     with pytest.raises(UserError, match="config.json: max_position_embeddings is 512, less than 513"):
         ModelFolder(folder).check_length(513)
-
-
-@pytest.mark.parametrize("base,block", [("nf4", 64), ("mxfp4", 32), ("nvfp4", 16)])
-def test_a_matrix_whose_columns_end_inside_a_scale_block_is_refused(tiny, tmp_path, base, block):
-    raw = tiny["tied"].raw | dict(hidden_size=72)                         # 4 heads of 18
-    with pytest.raises(ValueError, match=f"K=72 .* block of {block} weights"):
-        load(write_folder(tmp_path / "model", raw, random_tensors(raw)), base=base, device="cpu")
 
 
 # -----------------------------------------------------------------------------
