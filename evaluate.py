@@ -6,8 +6,8 @@ Measure the accuracy of a model or a run, with training's sampler and grader.
     python evaluate.py --model qwen2.5-7b --data gsm8k --base bf16
 
 Answers are greedy by default; --samples N draws N per problem, for pass@k.
-docs/metrics.md defines the figures. If stdout is a file or a pipe, the last line
-has all of them as a JSON object.
+docs/metrics.md defines the figures. If stdout is a file or a pipe, the last
+line has all of them as a JSON object.
 
 --out gets each problem as it finishes. After Ctrl-C its accuracy is too high:
 short answers finish first and are right more often.
