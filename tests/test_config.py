@@ -181,15 +181,6 @@ def test_a_wrong_entry_of_a_file_is_refused_by_name(run, name, value, resume):
         settings_of(*(["--resume", "--out", folder] if resume else ["--config", f"{folder}/run.json"]))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"lr": NaN}', None])
-def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
-    if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    for flags in (["--config", str(tmp_path / "run.json")], ["--resume", "--out", str(tmp_path)]):
-        with pytest.raises(ValueError, match=r"run\.json|--lr"):
-            settings_of(*flags)
-
-
 @pytest.mark.parametrize("flags,named", [
     ("--mod qwen2.5-7b", "--mod"), ("--resum --out x", "--resum"), ("--step=3", "--step=3"), ("--loss ppo", "--loss"),
     ("--lr fast", "--lr"), ("--steps 1.5", "--steps"), ("runs/x", "runs/x")])

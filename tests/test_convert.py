@@ -6,7 +6,6 @@ python -m pytest tests/test_convert.py -v
 """
 import json
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from helpers import TINY, same_bytes
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import config_json, random_tensors, write_folder
+from tiny_qwen2 import write_folder
 
 import calibrate
 import lora
@@ -112,24 +111,6 @@ def already_quantized(folder):
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
 
 
-def other_architecture(folder):
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-
-
-def edit_weight(folder, edit):
-    name = "model.layers.1.mlp.down_proj.weight"
-    file = Shards(folder).names[name]
-    tensors = load_file(file)
-    tensors[name] = edit(tensors[name])
-    save_file(tensors, file)
-
-
-def ragged_k(folder):
-    raw = config_json("untied") | {"intermediate_size": 184}
-    shutil.rmtree(folder)
-    write_folder(folder, raw, random_tensors(raw))
-
-
 def short_head(folder):
     name = "lm_head.weight"
     file = Shards(folder).names[name]
@@ -137,7 +118,10 @@ def short_head(folder):
 
 
 def nan_in_the_last_layer(folder):                         # found only after much has been written
-    edit_weight(folder, lambda w: w * float("nan"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    file = Shards(folder).names[name]
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name] * float("nan")}, file)
 
 
 def full_disk(folder):                                     # from the weights on
@@ -146,19 +130,11 @@ def full_disk(folder):                                     # from the weights on
     weights.save_file = save_file
 
 
-def cut_shard(folder):
-    file = folder / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 @pytest.mark.parametrize("damage,words", [
     (already_quantized, ["config.json", "already quantized"]),
-    (other_architecture, ["config.json", "LlamaForCausalLM"]),
-    (ragged_k, ["K=184", "16"]),
     (short_head, ["lm_head.weight"]),
     (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight"]),
-    (full_disk, ["/.out.", "No space left on device"]),
-    (cut_shard, ["model-00002-of-00002.safetensors"])])
+    (full_disk, ["/.out.", "No space left on device"])])
 def test_a_bad_source_is_one_line_and_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
     monkeypatch.setattr(weights, "save_file", weights.save_file)     # back afterwards
     damage(bf16)
@@ -250,10 +226,3 @@ def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeyp
     merged = Shards(tmp_path / "out")
     for name, want in model_tensors(on_base):
         assert torch.equal(merged.get(name), want.detach().bfloat16()), name
-
-
-def test_ctrl_c_while_merging_leaves_no_half_folder(trained, tmp_path, monkeypatch, ctrl_c_interrupts):
-    monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(signal.SIGINT))  # the weights are there
-    with pytest.raises(KeyboardInterrupt):
-        run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -93,17 +93,12 @@ with env.one_line("me"):
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json"),
     (["train.py", "--resume", "--out", "folder"], "folder/run.json"),
     (["train.py", "--out", "taken"], "taken"),
-    (["train.py", "--reward", "no:f"], "--reward"),
     (["train.py", "--prompt-style", "no:f"], "--prompt-style"),
     (["train.py", "--out", ""], "--out"),
     (["evaluate.py"], "--model"),
-    (["evaluate.py", "folder"], "folder/run.json"),
     (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
     (["evaluate.py", "--model", TINY, "--data="], "--data="),
-    (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--reward", "no:f"], "--reward"),
-    (["tools/convert.py", "nvfp4", "nosuch", "out"], "nosuch"),
-    (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json"),
-    (["tools/convert.py", "merge", "folder", "out"], "folder/run.json")])
+    (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])
 def test_wrong_input_is_one_line_that_names_it_before_any_download(tmp_path, monkeypatch, capfd, argv, named):
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken").mkdir()

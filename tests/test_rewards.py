@@ -501,15 +501,6 @@ def advantages_of(rows, scale):
     return grpo.group_advantages(train.column(rows, "task"), 2, scale, train.column(rows, "shaping"))
 
 
-def test_shaping_is_learned_from_only_where_the_other_parts_differ():
-    """Two groups of two answers: in the first one is right, in the second both are."""
-    parts = [{"right": 1, "shaping": -0.25}, {"right": 0, "shaping": 0.0}, {"right": 1, "shaping": -0.5}, {"right": 1}]
-    rows = [dict(task=float(part["right"]), format=1.0, length=3, parts=part) for part in parts]
-    rows = scored(rows)
-    assert [row.graded["reward"] for row in rows] == [0.75, 0.0, 0.5, 1.0]
-    assert advantages_of(rows, "none").tolist() == [0.5 - 0.125, -0.5 + 0.125, 0, 0]
-
-
 def test_shaping_counts_beside_rewards_that_are_too_large_to_add_it_to():
     rows = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
             for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
