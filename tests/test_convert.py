@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, same_bytes
+from helpers import TINY, same_bytes, with_acting_adapter
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import write_folder
 
@@ -164,11 +164,7 @@ def test_wrong_input_is_one_line_that_names_it(trained, tmp_path, monkeypatch, c
 @pytest.fixture
 def trained(tmp_path, tiny_nvfp4):
     """A run folder as train.py leaves it, with an adapter that acts -> its model."""
-    model = qwen.load(tiny_nvfp4, "nvfp4", "cpu")
-    adapter = lora.attach(model, rank=4, alpha=4)
-    b = adapter.master.data[adapter.b_start:]
-    b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(0)) / 50)
-    adapter.sync()
+    model = with_acting_adapter(qwen.load(tiny_nvfp4, "nvfp4", "cpu"), std=0.02)
     lora.save_adapter(model, tmp_path / "run" / "adapter")
     (tmp_path / "run" / "run.json").write_text(json.dumps({"model": str(TINY), "base": "nvfp4", "steps": 1}))
     return model
