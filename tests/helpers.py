@@ -30,6 +30,14 @@ def adapted(case, rank=4, alpha=6, base="bf16", seed=2, **kwargs):
     return model, tensors
 
 
+def with_acting_adapter(model, std=1.0):
+    """The model with an adapter of rank 4 whose B is random; with the tiny model and std 1 far from rounding."""
+    adapter = attach(model, rank=4, alpha=4)
+    adapter.master.data[adapter.b_start:].normal_(0, std, generator=torch.Generator().manual_seed(0))
+    adapter.sync()
+    return model
+
+
 def attach_to_some(model, linears, rank=4):
     """Gives an adapter to these linears of a model alone, as a fork may: attach() covers every linear."""
     model.adapter = attach(SimpleNamespace(modules=lambda: linears, dtype=model.dtype), rank)

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import jinja2
 import pytest
-import torch
-from helpers import TEMPLATES, save_tokenizer
+from helpers import TEMPLATES, save_tokenizer, with_acting_adapter
 
 import lora
 import model as qwen
@@ -33,8 +32,8 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def model():
-    return qwen.load(TINY, "nvfp4", "cpu")
+def model(tiny_nvfp4):
+    return qwen.load(tiny_nvfp4, "nvfp4", "cpu")
 
 
 def new_chat(tokenizer, model, length=512, style="boxed", new=48):
@@ -45,12 +44,7 @@ def new_chat(tokenizer, model, length=512, style="boxed", new=48):
 def run_folder(tmp_path_factory):
     """As train.py leaves one; the adapter changes what is said."""
     folder = tmp_path_factory.mktemp("runs") / "x"
-    model = qwen.load(TINY, "bf16", "cpu")
-    adapter = lora.attach(model, rank=4, alpha=4)
-    size = adapter.master.numel() - adapter.b_start
-    adapter.master.data[adapter.b_start:] = torch.randn(size, generator=torch.Generator().manual_seed(0))
-    adapter.sync()
-    lora.save_adapter(model, folder / "adapter")
+    lora.save_adapter(with_acting_adapter(qwen.load(TINY, "bf16", "cpu")), folder / "adapter")
     flags = dict(model=str(TINY), base="bf16", prompt_style="tags", max_new_tokens=20, steps=3)
     (folder / "run.json").write_text(json.dumps(flags))
     return folder

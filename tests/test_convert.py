@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, same_bytes
+from helpers import TINY, same_bytes, with_acting_adapter
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import write_folder
 
@@ -23,7 +23,7 @@ import weights
 from prompts import STYLES
 from tasks.problems import epoch_order
 from tools import convert
-from weights import ModelFolder, Shards, load_nvfp4, model_tensors
+from weights import ModelFolder, Shards, load_nvfp4
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,11 +164,7 @@ def test_wrong_input_is_one_line_that_names_it(trained, tmp_path, monkeypatch, c
 @pytest.fixture
 def trained(tmp_path, tiny_nvfp4):
     """A run folder as train.py leaves it, with an adapter that acts -> its model."""
-    model = qwen.load(tiny_nvfp4, "nvfp4", "cpu")
-    adapter = lora.attach(model, rank=4, alpha=4)
-    b = adapter.master.data[adapter.b_start:]
-    b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(0)) / 50)
-    adapter.sync()
+    model = with_acting_adapter(qwen.load(tiny_nvfp4, "nvfp4", "cpu"), std=0.02)
     lora.save_adapter(model, tmp_path / "run" / "adapter")
     (tmp_path / "run" / "run.json").write_text(json.dumps({"model": str(TINY), "base": "nvfp4", "steps": 1}))
     return model
@@ -211,18 +207,3 @@ def test_merged_folder_is_the_trained_model_and_says_what_rounding_it_loses(trai
         got, wrong = (qwen.load(path, "bf16", "cpu")(tokens).log_softmax(-1) for path in (tmp_path / "out", TINY))
     off = (got - want).abs().mean()                        # bf16 keeps 9 bits of a weight
     assert off < 0.05 and off < 0.1 * (base - want).abs().mean() and off < 0.1 * (wrong - want).abs().mean(), off
-
-
-def test_a_calibrated_run_is_merged_onto_its_own_base(trained, tmp_path, monkeypatch):
-    """Not onto its model rounded once more: here a base that is another model's."""
-    run_folder = tmp_path / "run"
-    tensors = load_file(TINY / "model.safetensors")
-    other = {name: t * 2 if name.endswith("down_proj.weight") else t for name, t in tensors.items()}
-    write_folder(tmp_path / "other", json.loads((TINY / "config.json").read_text()), other)
-    assert run(monkeypatch, "nvfp4", tmp_path / "other", run_folder / "base") is None
-    assert run(monkeypatch, "merge", run_folder, tmp_path / "out") is None
-    on_base = qwen.load(run_folder / "base", "nvfp4", "cpu")
-    lora.load_adapter(on_base, run_folder / "adapter")
-    merged = Shards(tmp_path / "out")
-    for name, want in model_tensors(on_base):
-        assert torch.equal(merged.get(name), want.detach().bfloat16()), name

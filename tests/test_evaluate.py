@@ -14,7 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from helpers import TEMPLATES, thinking_tiny
+from helpers import TEMPLATES, thinking_tiny, with_acting_adapter
 
 import evaluate
 import lora
@@ -151,13 +151,7 @@ def test_a_share_is_printed_in_percent_with_its_interval(capsys, monkeypatch):
 
 @pytest.fixture
 def adapted(tiny_nvfp4):
-    """The tiny model with an adapter whose B is random and large, so that its effect is far from rounding."""
-    model = qwen.load(tiny_nvfp4, "nvfp4", "cpu")
-    adapter = lora.attach(model, rank=4, alpha=4)
-    adapter.master.data[adapter.b_start:] = torch.randn(adapter.master.numel() - adapter.b_start,
-                                                        generator=torch.Generator().manual_seed(0))
-    adapter.sync()
-    return model
+    return with_acting_adapter(qwen.load(tiny_nvfp4, "nvfp4", "cpu"))
 
 
 def test_the_sampler_applies_the_adapter(adapted, run, monkeypatch):

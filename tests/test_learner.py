@@ -160,15 +160,6 @@ def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(t
     assert (learner.adapter.master.grad - gradient).norm() > 1e-3 * gradient.norm()
 
 
-def test_a_full_mask_changes_no_bit(tiny):
-    learner, _, batch, weights = some_step(tiny)
-    learner.update(batch, weights, lr=0.0)
-    gradient = learner.adapter.master.grad.clone()
-    masked = [dataclasses.replace(row, mask=torch.ones(len(row.completion), dtype=torch.bool)) for row in batch.rows]
-    learner.update(Batch(masked, batch.advantages), weights, lr=0.0)
-    assert torch.equal(learner.adapter.master.grad, gradient)
-
-
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
 def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, changes):
     # A first update trains the first two groups, a second one all rows. At a row's first pass ratio is 1, and its

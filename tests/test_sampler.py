@@ -154,9 +154,9 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
                 prefills.extend(lengths)
                 super().prefill(tokens, blocks, lengths)
 
-        sampler = Sampler(model, max_length=130, max_rows=max_rows, kv_gib=kv_gib, engine=Counting)
+        sampler = Sampler(model, max_length=110, max_rows=max_rows, kv_gib=kv_gib, engine=Counting)
         free = sorted(sampler.pool.free_blocks)
-        out = generate(sampler, prompts, group_size, 60, places, end_ids=end_ids, temperature=1.3, seed=5)
+        out = generate(sampler, prompts, group_size, 45, places, end_ids=end_ids, temperature=1.3, seed=5)
         assert sorted(sampler.pool.free_blocks) == free
         return out, len(prefills)
 
@@ -167,7 +167,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
     assert rollouts(prompts[:3], places=range(3), max_rows=1)[0].completions == want.completions[:9]
     assert same(rollouts(engine=WindowEngine, max_rows=5)[0], want)
     for extra in (0, 7):
-        small, prefills = rollouts(kv_gib=minimal_gib(model, 130, extra), engine=WindowEngine)
+        small, prefills = rollouts(kv_gib=minimal_gib(model, 110, extra), engine=WindowEngine)
         assert same(small, want)
         if extra:                                                         # sequences were sent back and computed again
             assert prefills > len(prompts) - 1
@@ -190,20 +190,6 @@ def test_the_default_pool_takes_half_of_what_bounds_the_process():
         assert 2**26 < Sampler(model, 1000, 4096).engine.kv.nbytes <= 2**27
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def test_dead_vocabulary_is_never_sampled(tiny):
-    model = load(tiny["untied"].folder, base="bf16", device="cpu")
-    model.live_vocab = 60
-    model.lm_head[60:] *= 10                                              # rows nobody trains may well be large
-    sampler = Sampler(model, max_length=40, max_rows=64)
-    for temperature in (0, 1.5):
-        rollouts = generate(sampler, prompts_of(60, (4, 9)), 16, max_new_tokens=30, temperature=temperature)
-        assert max(max(c) for c in rollouts.completions) < 60
-        rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
-        with torch.no_grad():
-            learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature or 1.0)
-        assert (torch.cat([row.logprobs for row in rollouts.rows]) - learner).abs().max() < FP32
 
 
 def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
