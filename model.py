@@ -9,7 +9,7 @@ A layer, with x the residual stream:
     x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
 In Qwen2.5, q, k and v have biases. In Qwen3 they have none; instead each head of q and k is normed
-before the rotary embedding, and d is not D / H.
+before the rotary embedding, and d need not be D / H.
 
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 although they sum in different orders. Hence the residual stream, sums and results of linears are
@@ -341,7 +341,7 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
     config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
         raise UserError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
-                        f"embedding in config.json {config.vocab} rows (vocab_size)")
+                        f"embedding has {config.vocab} rows (vocab_size in config.json)")
     model = Qwen(config, files.read, files.frozen, dtype, folder.name)
     model.folder = folder
     model.live_vocab = live_vocab or config.vocab

@@ -1,7 +1,7 @@
 """
 Follow one problem through one training step, from prompt to update.
 
-    python -m tools.walkthrough     offline, on a CPU, about ten seconds
+    python -m tools.walkthrough     offline, on a CPU, less than a minute
 
 docs/walkthrough.md shows and explains the output. The script reads like a
 notebook: each cell (# %%) is one part of a training step, and editors that know
