@@ -53,7 +53,8 @@ def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
     add_flag(parser, "base", None, "format of the linear layers (default: nvfp4; bf16 for a folder "
              "from tools.convert merge)")
     add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
-    add("--temperature", type=number(float, "[0, 1000]"), metavar="X", help="0: greedy (default: 0)")
+    add("--temperature", type=number(float, "[0, 1000]"), metavar="X",
+        help="0: greedy (default: 0)")
     for name, default in dict(thinking="off", device=None, memory_gib=None).items():
         add_flag(parser, name, default)
     add_flag(parser, "seed", 0, "random seed of the sampling (default: 0)")

@@ -127,8 +127,8 @@ class Noise:
     sigma_start: float = setting(0.0, "standard deviation of the noise (sigma) in the first noisy "
                                  "stage; 0: no noise (paper: 1e-2)", "[0, 10]")
     sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "(0, 10]")
-    noise_stages: int = setting(10, "stages of the schedule; the first has no noise (as in the paper)",
-                                "[2, 2e9]")
+    noise_stages: int = setting(10, "stages of the schedule; the first has no noise (as in "
+                                "the paper)", "[2, 2e9]")
     noise_schedule: str = setting("exponential", "how sigma decays", choices=aqn.SCHEDULES)
 
 
@@ -139,8 +139,10 @@ class Objective:
         "dapo", "dapo: mean over all tokens of an update; grpo: mean over answers of each answer's "
         "token mean; dr_grpo: sum over tokens divided by a constant; gspo: grpo with one ratio per "
         "answer, clipped at 1 - 3e-4 and 1 + 4e-4", choices=grpo.LOSSES)
-    clip_low: float | None = setting(None, "clip the ratio below 1 - X (default: the loss's own)", "(0, 1]")
-    clip_high: float | None = setting(None, "clip the ratio above 1 + X (default: the loss's own)", "(0, 1e9]")
+    clip_low: float | None = setting(None, "clip the ratio below 1 - X (default: the loss's own)",
+                                     "(0, 1]")
+    clip_high: float | None = setting(None, "clip the ratio above 1 + X (default: the loss's own)",
+                                      "(0, 1e9]")
     correction: str | None = setting(
         None, "correction for noise and rounding in the rollout; truncate: importance weights of at "
         "most 2; ppo: clip policy / rollout (paper), not for strong noise; off: none (release) "

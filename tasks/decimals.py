@@ -117,6 +117,12 @@ sin = limited(mp.sin, ROUNDING)  # the sine of pi is a rounding error
 cos = limited(mp.cos, ROUNDING)
 
 
+def ln(z: Value) -> Value:
+    if z == 0:                   # mpmath's is -infinity, by which one could go on to divide
+        raise ZeroDivisionError("no value")
+    return mp.log(z)
+
+
 def power(x: Value, n: Value) -> Value:
     """x to the n, roots included. An odd root of a negative number is the real one taught at
     school, so (-8)^{1/3} = -2, although exp(n ln x) would be complex.
@@ -132,7 +138,7 @@ def power(x: Value, n: Value) -> Value:
         if isinstance(times, int):
             root = power(-x, n)
             return -root if times % 2 else root
-    return exp(n * mp.log(x))
+    return exp(n * ln(x))
 
 
 def floor(x: Value) -> int:
@@ -184,8 +190,8 @@ FORMULAS = {
     "/": divide,
     "^": power,
     r"\mod": modulo,
-    "ln": mp.log,
-    "log": lambda x, base: mp.log(x) / mp.log(base),
+    "ln": ln,
+    "log": lambda x, base: ln(x) / ln(base),
     "exp": exp,
     "sin": sin,
     "cos": cos,

@@ -540,10 +540,10 @@ def test_a_step_draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sig
     if not GPU and (DTYPE == torch.float16) == bool(qwen3_head):
         pytest.skip("3 s each: the interpreter takes a Qwen2 in fp16 and a Qwen3 in fp32")
     layers = 2 if GPU or not qwen3_head else 1
-    draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen, layers)
+    assert_draws_as_torch_engine(base, rank, n, qwen3_head, sigma, temperature, gen, layers)
 
 
-def draws_what_the_torch_engine_would(base, rank, n, qwen3_head, sigma, temperature, gen, layers):
+def assert_draws_as_torch_engine(base, rank, n, qwen3_head, sigma, temperature, gen, layers):
     size = 256, 384, layers, 4, 2, 2432
     model, engine, width = small_engine(base, gen, rank, max(n, 9), size, qwen3_head=qwen3_head)
     with torch.no_grad(), noisy_norms(model, sigma, seed=1, step=2):
@@ -580,7 +580,7 @@ def test_a_step_whose_rank_is_too_large_for_wide_programs_takes_narrow_ones(gen,
     monkeypatch.setattr(decode, "RowSquares", squares)
     # With 17 rows programs take 128 columns, if they fit.
     base, rank, layers = ("nvfp4", 256, 2) if GPU else ("bf16", 32, 1)
-    draws_what_the_torch_engine_would(base, rank, 17, None, 0.05, 0.7, gen, layers)
+    assert_draws_as_torch_engine(base, rank, 17, None, 0.05, 0.7, gen, layers)
     assert set(columns) == {decode.NARROW_TILE} == {64}
 
 

@@ -457,7 +457,8 @@ def test_no_adapter_is_the_best_unless_it_beats_the_model_before_training(runs):
     assert {path.name for path in (runs.folder / "worse" / "adapters").iterdir()} == {"step_000001", "step_000002"}
 
 
-@pytest.mark.parametrize("flags,evaluated", [("--steps 2 --eval-every 1", [1, 2]), ("--steps 3 --eval-every 2", [2, 3])])
+@pytest.mark.parametrize("flags,evaluated", [("--steps 2 --eval-every 1", [1, 2]),
+                                             ("--steps 3 --eval-every 2", [2, 3])])
 def test_a_run_is_evaluated_before_training_at_intervals_and_at_its_end(runs, flags, evaluated):
     out = f"evaluated{flags}".replace(" ", "")
     log = runs.run(out, *flags.split(), *"--lr 0.05 --temperature 2 --reward my_rewards:by_length".split())
