@@ -244,13 +244,13 @@ ADVERSARIAL = [  # text, gold, right verdict
 
 
 @pytest.mark.parametrize("case", range(len(ADVERSARIAL)))
-def test_adversarial_texts_get_the_right_verdict_in_50_ms(case):
+def test_adversarial_texts_get_the_right_verdict_in_100_ms(case):
     text, gold, want = ADVERSARIAL[case]
     for _ in range(3):                                         # CPU time, best of 3: the machine may be shared
         start = time.process_time()
         assert grade(text, gold, last_number=True).correct == want
         seconds = time.process_time() - start
-        if seconds < 0.05 * fuzz_rewards.slowness():
+        if seconds < 0.1 * fuzz_rewards.slowness():
             return
     pytest.fail(f"{seconds:.3f} s")
 
