@@ -316,10 +316,10 @@ def test_the_folder_holds_the_codes_that_were_found(tiny, tmp_path, monkeypatch,
 
 def test_the_models_own_answers_to_the_problems_of_a_seed():
     tokenizer = Tokenizer(TINY)
-    problems = [Problem(f"p{i}", f"What is {i} + 2?", f"{i + 2}") for i in range(4)]
+    problems = [Problem(f"p{i}", f"What is {i} + 2?", f"{i + 2}") for i in range(8)]
     problems = encode_prompts(tokenizer, problems, "boxed", 99)
     texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed) for seed in (0, 0, 1))
-    assert texts == again != other and len(texts) == 4
+    assert texts == again != other and len(texts) == 8
     for text, problem in zip(texts, problems):
         answer = text.tokens[text.start:]
         assert text.tokens[:text.start] == problem.prompt

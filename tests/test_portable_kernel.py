@@ -102,7 +102,7 @@ def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
 
 # By mma.sync and wgmma (test_decode.py has more). A case takes about 3 s
 # where Triton has it in no cache. With TEST_ALL_TARGETS=1 all of them.
-CASES = [(86, 16), (86, 64), (90, 64), (100, 64)]
+CASES = [(86, 16), (86, 64), (90, 1), (90, 64), (100, 64)]
 if os.environ.get("TEST_ALL_TARGETS"):
     CASES = list(itertools.product(SHARED, (1, 16, 32, 64)))
 WGMMA = [case for case in CASES if portable_config(case[1], divmod(case[0], 10)).batch == 1]
