@@ -55,7 +55,7 @@ def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
     add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
     add("--temperature", type=number(float, "[0, 1000]"), metavar="X",
         help="0: greedy (default: 0)")
-    for name, default in dict(thinking="off", device=None, memory_gib=None).items():
+    for name, default in dict(thinking="off", device=None, kernels=None, memory_gib=None).items():
         add_flag(parser, name, default)
     add_flag(parser, "seed", 0, "random seed of the sampling (default: 0)")
 
@@ -76,7 +76,7 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
         given = [name for name in asked if getattr(args, name, "unused") is not None]
         config.require_repeated(asked, given, f"{args.run}/run.json")
         parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
-                            adapter=run_adapter(args.run, run),
+                            adapter=run_adapter(args.run, run), kernels=run.memory.kernels,
                             max_new_tokens=run.rollout.max_new_tokens, **asked)
         args = parser.parse_args()
     if args.model is None:
@@ -142,7 +142,7 @@ def open_model(args: argparse.Namespace) -> tuple[torch.device, ModelFolder, Tok
     UserError for anything wrong with the device, the adapter or the model, except for its weights:
     load_model() may take an hour to download them. Prints what differs from the adapter's training.
     """
-    device = choose_device(args.device, args.model)
+    device = choose_device(args.device, args.model, args.kernels)
     memory.bound(args.memory_gib, device)
     if args.adapter:
         read_peft_config(args.adapter)

@@ -359,7 +359,12 @@ def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weig
     packed = torch.cat([part[0] for part in parts])
     block_scale = torch.cat([part[1] for part in parts])
     row_scale = torch.cat([part[2].expand(len(part[0])) for part in parts])
-    if packed.is_cuda:
-        return on_gpu("pack")(packed, block_scale, row_scale, dtype)
+    make = on_gpu("pack") if packed.is_cuda else plain_weight
+    return make(packed, block_scale, row_scale, dtype)
+
+
+def plain_weight(packed: Tensor, block_scale: Tensor, row_scale: Tensor,
+                 dtype: torch.dtype) -> Weight:
+    """An NVFP4 matrix (N, K) with a tensor scale for each row as a Weight."""
     shape = len(packed), 2 * packed.shape[1]
     return Weight((packed, block_scale, row_scale), dequantize, shape, dtype)

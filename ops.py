@@ -12,7 +12,8 @@ Twins. A function marked @twin_in_kernels is complete in plain torch: read that;
 If its tensors are on a GPU, the function of the same name in fast/kernels.py runs instead, which
 moves each number through memory once or twice instead of once per operation. Most are Triton
 kernels; attention is torch's FlashAttention. `import fast` registers them. A program does that once
-it has chosen a GPU, so a machine without Triton never opens fast/.
+it has chosen a GPU, so a machine without Triton never opens fast/. With --kernels torch it
+registers the plain functions instead, and a GPU runs what a CPU runs.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
 product; c rows of a chunk.
@@ -24,12 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ON_GPU: dict[str, Callable] = {}                 # name -> function; fast/__init__.py fills it
+ON_GPU: dict[str, Callable] = {}                 # name -> what runs on a GPU; see load_kernels()
+PLAIN: dict[str, Callable] = {}                  # name -> the plain function of every twin
 
 
 def on_gpu(name: str) -> Callable:
-    """What fast/ registered for a GPU under this name. RuntimeError before `import fast`: tensors
-    on a GPU never silently take the plain path.
+    """What is registered for a GPU under this name. RuntimeError if nothing is: tensors on a GPU
+    never silently take the plain path.
     """
     if name not in ON_GPU:
         raise RuntimeError(f"{name} has nothing registered for a GPU: `import fast` comes first")
@@ -48,6 +50,7 @@ def twin_in_kernels(reference: Callable) -> Callable:
         function = on_gpu(reference.__name__) if tensor.is_cuda else reference
         return function(*arguments, **options)
     either.reference = reference
+    PLAIN[reference.__name__] = reference
     return either
 
 

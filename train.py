@@ -164,10 +164,11 @@ def evaluate(run: Run, sample: Callable, progress: Progress) -> tuple[dict, Prog
     if it is the best so far. sample: see train().
     """
     problems = share(run.held_out)
+    places = share(range(len(run.held_out)))
     began = time.perf_counter()
     greedy = Sampling(run.settings.rollout.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
     prompts = [problem.prompt for problem in problems]
-    rollouts = sample(run.sampler, prompts, 1, greedy, range(len(prompts)))
+    rollouts = sample(run.sampler, prompts, 1, greedy, places)
     graded = gather(run.grade(problems, rollouts.rows))
     metrics = {"eval_accuracy": sum(one["correct"] for one in graded) / len(graded)}
     if run.settings.data.reward:

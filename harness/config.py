@@ -185,6 +185,10 @@ class Memory:
                                  place=True)
     memory_gib: float | None = setting(None, "GPU memory for this process, in GiB (default: all "
                                        "that is free)", "(0, 1e9]", place=True)
+    kernels: str | None = setting(
+        None, "a GPU's decode kernels; torch: no kernels, but the plain code that a CPU runs, far "
+        "slower, for a model or a card that they do not support (default: the fastest)",
+        choices=("hopper", "portable", "torch"))
     micro_batch_tokens: int | None = setting(None, "tokens per forward and backward pass (default: "
                                              "as memory allows)", AT_LEAST_1)
 

@@ -27,6 +27,7 @@ import full
 import grpo
 import lora
 import model as qwen
+import nvfp4
 import rewards
 from files import UserError, counted
 from harness import console, memory
@@ -34,9 +35,10 @@ from harness.config import MAY_CHANGE, MAY_MOVE, Model, Objective, Rollout, Sett
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
+from ops import ON_GPU, PLAIN
 from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
-from sampler import KV_BLOCK, Sampler
+from sampler import KV_BLOCK, Sampler, TorchEngine
 from tasks import plugin
 from weights import (
     ModelFolder,
@@ -80,7 +82,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     """
     began = time.perf_counter()
     wanted = settings.memory
-    device = choose_device(wanted.device, settings.model.model)
+    device = choose_device(wanted.device, settings.model.model, wanted.kernels)
     memory.bound(wanted.memory_gib, device)
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     folder, tokenizer, problems, held_out = read_problems(settings)
@@ -306,9 +308,9 @@ def begin(run: Run) -> Progress:
 # -----------------------------------------------------------------------------
 # Where a process computes
 
-def choose_device(name: str | None, model: str | Path) -> torch.device:
-    """--device -> the device, which becomes torch's current one: Triton launches there. Under
-    torchrun it is this rank's GPU; without a name, a GPU if there is one, else the CPU.
+def choose_device(name: str | None, model: str | Path, kernels: str | None = None) -> torch.device:
+    """--device and --kernels -> the device, which becomes torch's current one: Triton launches
+    there. Under torchrun it is this rank's GPU; without a name, a GPU if there is one, else a CPU.
 
     UserError if there is no such device, if the kernels do not run on it, or if a model would be
     downloaded for a CPU without an explicit --device cpu.
@@ -323,27 +325,38 @@ def choose_device(name: str | None, model: str | Path) -> torch.device:
     if not match:
         raise UserError(f"--device {name}: expected cpu, cuda or cuda:N")
     if name == "cpu":
+        if kernels in ("hopper", "portable"):
+            raise UserError(f"--kernels {kernels}: runs on a GPU, not on the CPU")
         return torch.device(name)
     index = LOCAL_RANK if WORLD > 1 else int(match[1] or 0)
     if index >= torch.cuda.device_count():
         raise UserError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")
     torch.cuda.set_device(index)
     device = torch.device("cuda", index)
-    load_kernels(device)
+    load_kernels(device, kernels)
     return device
 
 
-def load_kernels(device: torch.device) -> None:
-    """Registers fast/ for this GPU. UserError if its kernels do not run there."""
+def load_kernels(device: torch.device, kernels: str | None = None) -> None:
+    """Registers what runs on this GPU: the plain functions for kernels "torch", else fast/.
+    UserError if its kernels do not run there.
+    """
+    if kernels == "torch":
+        ON_GPU.update(PLAIN, pack=nvfp4.plain_weight, GraphEngine=TorchEngine)
+        return
+    instead = "; --kernels torch, untested there, needs none"
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
-        raise UserError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only")
+        raise UserError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only"
+                        f"{instead}")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise UserError(f"--device {device}: {torch.cuda.get_device_name(device)} "
-                        f"(sm_{major}{minor}): the kernels need sm_80 (Ampere) or later")
+                        f"(sm_{major}{minor}): the kernels need sm_80 (Ampere) or later{instead}")
     if not importlib.util.find_spec("triton"):
-        raise UserError(f"--device {device}: a GPU needs Triton: pip install triton")
+        raise UserError(f"--device {device}: the kernels need Triton: pip install triton, or use "
+                        "--kernels torch")
     import fast  # noqa: F401, late: it needs Triton
+    ON_GPU["GraphEngine"] = functools.partial(fast.decode.GraphEngine, kernels=kernels)
 
 
 def configure_cpu(model) -> None:

@@ -41,7 +41,6 @@ from harness.config import Rollout, add_flag, number
 from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner
 from lora import attach
-from ops import ON_GPU
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
 from sampler import Sampler, Sampling
 
@@ -178,6 +177,8 @@ def decode_figures(shapes, M, rank, kernels):
 
 def linears(args: argparse.Namespace) -> Iterator[dict]:
     """The four linears of a layer against cuBLAS, for each number of rows."""
+    if args.kernels == "torch":
+        raise UserError("--kernels torch: linears measures kernels")
     for M in args.rows:
         yield decode_figures(fused_shapes(args.model), M, args.lora_rank, args.kernels)
 
@@ -256,8 +257,6 @@ def read_flags() -> argparse.Namespace:
     add("command", choices=COMMANDS)
     add("--model", choices=SIZES, default="7b", metavar="SIZE", type=lambda name:
         name.removeprefix("random:"), help=f"{', '.join(SIZES)} (default: 7b)")
-    add("--kernels", choices=("hopper", "portable"), help="decode kernels (default: "
-        "hopper on a Hopper GPU, else portable)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], metavar="N",
         help="linears: numbers of rows of x (default: 1 8 16 32 64 128 256)")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
@@ -270,9 +269,9 @@ def read_flags() -> argparse.Namespace:
         help="step: problems per step (default: 16)")
     add("--kv-gib", type=number(float, "(0, 1e9]"), metavar="X", help="size of the KV cache, in GiB "
         "(default: memory plan for step; as needed, at most half the free memory, for rollout)")
-    for name, default in dict(base="nvfp4", lora_rank=32, group_size=8, max_rows=None,
+    for name, default in dict(base="nvfp4", lora_rank=32, kernels=None, group_size=8, max_rows=None,
                               memory_gib=None, micro_batch_tokens=None).items():
-        add_flag(parser, name, default)          # of a step all, of the others the first two
+        add_flag(parser, name, default)          # of a step all, of the others the first three
     return parser.parse_args()
 
 
@@ -281,9 +280,7 @@ def main() -> None:
     with env.one_line("bench"):
         if not torch.cuda.is_available():
             raise UserError("measures a GPU and there is none")
-        choose_device("cuda", args.model)
-        if args.kernels:
-            ON_GPU["GraphEngine"] = functools.partial(ON_GPU["GraphEngine"], kernels=args.kernels)
+        choose_device("cuda", args.model, args.kernels)
         say(json.dumps(vars(args) | env.provenance(torch.cuda.get_device_name())))
         for figures in COMMANDS[args.command](args):
             say(json.dumps(figures))

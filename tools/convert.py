@@ -50,11 +50,12 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
 
 def write_merged(args: argparse.Namespace) -> None:
     """A run's model and adapter -> the new folder args.out in bf16."""
-    trained = config.settings_of_run(args.source).model
+    settings = config.settings_of_run(args.source)
+    trained = settings.model
     if trained.train == "full":
         raise UserError(f"{args.source}: was trained with --train full, so there is no adapter to "
                         f"merge; the model is {Path(args.source) / 'model'}")
-    device = choose_device(args.device, args.source)
+    device = choose_device(args.device, args.source, settings.memory.kernels)
     adapter = Path(args.source) / "adapter"
     folder = ModelFolder(trained.model)
     model = qwen.load(folder, trained.base, device)
