@@ -68,9 +68,13 @@ MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are trie
 # model's kernels are so short that most time goes into launching them. Twice as many tokens are
 # used only if all layers keep their activations and the pool is full: both are worth more.
 WORTHWHILE = 2**25
-# Every micro-batch expands W again, which costs as much as multiplying 240 tokens: 3, 6 and 12 % of
-# micro-batches of 8,192, 4,096 and 2,048 tokens.
-EXPANSION_TOKENS = 240
+# A micro-batch takes as long as this many more tokens would: it expands W again, it is not quite
+# full, and small matmuls are slower. Both constants are fitted to updates of a 7B and a 1.5B on an
+# H200.
+OVERHEAD_TOKENS = 1200
+# It takes at least as long as this many tokens times the weights of a layer, because launching a
+# layer's kernels takes that long: 4,300 tokens of a 7B, 21,000 of a 1.5B.
+LAUNCH_BOUND = 1e12
 GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
@@ -104,6 +108,16 @@ class Option(NamedTuple):
     pool_is_whole: bool           # max_rows sequences of full length fit
     kept_layers: int              # how many layers keep their activations
     free: float                   # bytes that were divided
+
+
+def learner_cost(tokens: int, kept: float, layer_weights: float) -> float:
+    """What a token of a micro-batch costs, in forwards through the model: tokens of the micro-batch,
+    share of the layers that keep their activations, weights of a layer.
+    """
+    # Forward, backward, and a second forward of the layers that kept nothing. The backward costs as
+    # much as a forward: W is frozen, so only the gradient of x is computed.
+    forwards = 3 - kept
+    return forwards * max(tokens + OVERHEAD_TOKENS, LAUNCH_BOUND / layer_weights) / tokens
 
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
@@ -236,6 +250,7 @@ class Plan:
         least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         useful_pool = max_rows * self.row_tokens * kv_token
         free = self.limit - sum(self._fixed(max_rows).values())
+        layer_weights = sum(w.N * w.K for w in (one.weight for one in self.linears)) / c.layers
         worthwhile = max(8192, WORTHWHILE // c.width)
         sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= 2 * worthwhile]
         if limits.micro_batch_tokens:
@@ -260,9 +275,7 @@ class Plan:
             kept_layers = min(c.layers, max(0, kept_layers))
             if tokens > worthwhile and (kept_layers < c.layers or pool < useful_pool):
                 continue
-            # Forward, backward, and a second forward of the layers that kept nothing. The backward
-            # costs as much as a forward: W is frozen, so only the gradient of x is computed.
-            forwards = (3 - kept_layers / c.layers) * (1 + EXPANSION_TOKENS / computed)
+            forwards = learner_cost(computed, kept_layers / c.layers, layer_weights)
             options.append(Option(max(0, useful_pool / 4 - left), forwards, max_rows, tokens,
                                   self.measured[tokens], pool, pool >= useful_pool, kept_layers,
                                   free))

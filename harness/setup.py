@@ -355,8 +355,9 @@ def load_kernels(device: torch.device, kernels: str | None = None) -> None:
     if not importlib.util.find_spec("triton"):
         raise UserError(f"--device {device}: the kernels need Triton: pip install triton, or use "
                         "--kernels torch")
-    import fast  # noqa: F401, late: it needs Triton
-    ON_GPU["GraphEngine"] = functools.partial(fast.decode.GraphEngine, kernels=kernels)
+    import fast  # late: it needs Triton
+    if kernels:
+        ON_GPU["GraphEngine"] = functools.partial(fast.decode.GraphEngine, kernels=kernels)
 
 
 def configure_cpu(model) -> None:
