@@ -81,7 +81,7 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
 @contextmanager
 def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
-    """Within, input_norm and post_norm of every layer have noise: for rollouts.
+    """A context for rollouts, in which input_norm and post_norm of every layer have noise.
 
     Nothing computed inside, such as a KV cache, may be used outside. It does not nest.
     """

@@ -294,7 +294,7 @@ def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
 
 @contextmanager
 def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
-    """Within, each linear of the layer calls hear(linear, x) with every x (T, K) it multiplies."""
+    """A context in which each linear of the layer calls hear(linear, x) with every x (T, K)."""
     # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
     # H needs x * w / rms, so a hook on the norm keeps 1/rms. Linears have on_input instead of a
     # hook, because ops.mlp calls their product(), not their forward().

@@ -66,15 +66,15 @@ def stop_on_signal(number: int, frame: object = None) -> None:
 
 @contextmanager
 def one_line(program: str) -> Iterator[None]:
-    """Within, errors that the user can fix end the program with one line and code 1: UserError,
-    Stopped, OSError (a missing file, a full disk) and too little memory. Every other exception is a
-    bug of ours and keeps its traceback.
+    """A context in which errors that the user can fix end the program with one line and code 1:
+    UserError, Stopped, OSError (a missing file, a full disk) and too little memory. Every other
+    exception is a bug of ours and keeps its traceback.
     """
     # An unhandled signal would end Python on the spot and leave a half-written folder behind.
     for number in SIGNALS:
         signal.signal(number, stop_on_signal)
     try:
-        # `--out "$RUN"` with RUN unset passes "", which nobody means.
+        # `--out "$RUN"` with RUN unset passes "", which is never intended.
         for flag, value in zip(sys.argv, [*sys.argv[1:], None]):
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
                 raise UserError(f"{flag}: the value is empty")

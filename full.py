@@ -20,7 +20,7 @@ last bit.
 
 Memory: 18 bytes per parameter (master, gradient and two moments in fp32, the bf16 copy).
 
-Not here: 4-bit weights, whose steps are larger than any update; a KL term, which needs a second
+Not here: 4-bit weights, whose grid is coarser than any update; a KL term, which needs a second
 copy of the model; sharding (each GPU has a full copy).
 
 Shapes: T tokens, D width, V vocabulary; M rows, N out_features and K in_features of a linear.

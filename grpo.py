@@ -76,7 +76,7 @@ CORRECTIONS = {
     # 3), for quantized rollouts too.
     "truncate": Correction("old", 2.0),
     # PPO's one ratio (1707.06347; QeRL, Eq. 3). Its clip acts on noise and rounding too. A token
-    # that noise made likely has a ratio below 1 - clip_low: with a negative advantage it loses its
+    # boosted by noise has a ratio below 1 - clip_low: with a negative advantage it loses its
     # gradient, with a positive one it keeps it. So the learner learns to imitate the noise.
     "ppo": Correction("rollout", None),
     # No correction, as in the authors' code, so the gradient is biased.
@@ -204,9 +204,9 @@ def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
     """Splits a batch into minibatches, one per update: loss_mask (B, L) -> `count` disjoint masks
     (B, L).
 
-    Groups are not split and keep their order. Those without a token in the loss do not count: every
-    update gets the same number of the others, give or take one. With fewer of them than `count`,
-    some minibatches are empty, and the learner skips those.
+    Groups are not split and keep their order. Groups that have a token in the loss are divided
+    evenly, give or take one; the others are in no minibatch. If there are fewer than `count`, some
+    minibatches are empty, and the learner skips those.
     """
     groups = mask.any(dim=1).view(-1, group_size).any(dim=1)                # (P,)
     # (P,): a group's minibatch, 0..count - 1. Groups without a token in the loss get the number of

@@ -33,17 +33,14 @@ from sampler import Row
 
 @dataclass
 class Batch:
-    """The answers of one training step, shared by all updates on them.
-
-    advantages: of the rows, (B,) fp32. old: row -> its old log-probs (grpo.py), for rows that this
-    rank trains on: (completion tokens,) fp32, detached, on the model's device, from
-    compute_old_logprobs() or else from the learner's first pass over the row. seen: the rows that
-    any rank has trained on in an earlier update.
-    """
-    rows: list[Row]
-    advantages: Tensor
+    """The answers of one training step, shared by all updates on them."""
+    rows: list[Row]                              # B of them
+    advantages: Tensor                           # (B,) fp32
+    # Row number -> its old log-probs (grpo.py), (completion tokens,) fp32, detached, on the model's
+    # device. Only of rows that this rank trains on. compute_old_logprobs() fills it, or else the
+    # learner's first pass over the row.
     old: dict[int, Tensor] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)  # rows that any rank trained on in earlier updates
 
 
 class Update(NamedTuple):

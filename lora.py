@@ -18,7 +18,7 @@ into another. So the optimizer, the sum over GPUs and the checkpoints handle a s
 Sampler and learner compute with copies in the model's dtype (bf16 on a GPU), `working_a` and
 `working_b` = s * b, which sync() rewrites in place, because CUDA graphs captured their addresses.
 
-At the end of this file: the wide matrix, with which the learner computes y in one product. Not
+Below: the wide matrix, with which the learner computes y in one product. Not
 here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
@@ -38,7 +38,32 @@ from ops import add_mm, mm, mm_fp32
 from weights import check_trained_on, read_peft, write_peft
 
 # -----------------------------------------------------------------------------
-# A linear
+# A linear, and the wide matrix: its formula in one product, with other rounding
+#
+# Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
+# second time. Instead the learner expands W into a buffer with P*R more columns and rows: s*B to
+# the right of W, and A below it. For q|k|v (P = 3):
+#
+#                         K          R    R    R
+#                   +-----------+----+----+----+
+#         rows of q |           |sB_q|  0 |  0 |
+#         rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
+#         rows of v |           |  0 |  0 |sB_v|         see only the part's own x @ A.T
+#                   +-----------+----+----+----+
+#                   |    A_q    |              |
+#                   |    A_k    |  never read  |  P*R
+#                   |    A_v    |              |
+#                   +-----------+--------------+
+#
+# x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
+# P*R / K (or P*R / N) to the work:
+#
+#     forward      x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
+#                                                    = x @ W.T + (x @ A.T) @ (s*B).T
+#     backward    dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
+#                                                    = dy @ W + (dy @ s*B) @ A
+#                      dA = (dy @ s*B).T @ x      (P*R, K)
+#                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
 
 class Linear(torch.nn.Module):
     """A frozen nvfp4.Weight plus, once a model has an adapter, this linear's A and B.
@@ -85,7 +110,7 @@ class Linear(torch.nn.Module):
             w += torch.block_diag(*b.split(self.parts)) @ self.a.data
         return w
 
-    # How y is computed in one product: the wide matrix, drawn at the end of this file
+    # How y is computed in one product: the wide matrix, drawn above
 
     def wide_weight(self) -> Tensor:
         """The wide matrix (N + P*R, K + P*R) in the shared buffer."""
@@ -158,9 +183,9 @@ class Adapter:
         |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |
         0                                  b_start
 
-    Call sync() after changing master. Clear the gradients with master.grad.zero_(): an optimizer's
-    or a module's zero_grad() drops the tensor (set_to_none), and the linears would add to one that
-    nobody reads.
+    Call sync() after changing master. Clear the gradients with master.grad.zero_(), not with an
+    optimizer's or a module's zero_grad(), which drops the tensor: the linears would go on adding to
+    the old one, and their gradients would be lost.
     """
 
     def __init__(self, linears: list[Linear], rank: int, alpha: float, dtype: torch.dtype):
@@ -198,7 +223,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within, the model computes without A and B: the reference policy of a KL term."""
+        """A context in which the model computes without A and B: the reference of a KL term."""
         self.enabled = False
         try:
             yield
@@ -286,32 +311,7 @@ def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, 
 
 
 # -----------------------------------------------------------------------------
-# The wide matrix: Linear's formula in one product, with other rounding
-#
-# Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
-# second time. Instead the learner expands W into a buffer with P*R more columns and rows: s*B to
-# the right of W, and A below it. For q|k|v (P = 3):
-#
-#                         K          R    R    R
-#                   +-----------+----+----+----+
-#         rows of q |           |sB_q|  0 |  0 |
-#         rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
-#         rows of v |           |  0 |  0 |sB_v|         see only the part's own x @ A.T
-#                   +-----------+----+----+----+
-#                   |    A_q    |              |
-#                   |    A_k    |  never read  |  P*R
-#                   |    A_v    |              |
-#                   +-----------+--------------+
-#
-# x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
-# P*R / K (or P*R / N) to the work:
-#
-#     forward      x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
-#                                                    = x @ W.T + (x @ A.T) @ (s*B).T
-#     backward    dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
-#                                                    = dy @ W + (dy @ s*B) @ A
-#                      dA = (dy @ s*B).T @ x      (P*R, K)
-#                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
+# Linear.forward as an autograd function
 
 class _Product(torch.autograd.Function):
     """Linear.forward."""

@@ -129,7 +129,7 @@ def broadcast(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def a_lost_rank_ends_the_run() -> Iterator[None]:
-    """Within, an error of torch.distributed becomes a Stopped."""
+    """A context in which an error of torch.distributed becomes a Stopped."""
     try:
         yield
     except RuntimeError as error:

@@ -246,7 +246,7 @@ class Sampler:
 
     def _ride_along(self, new, waiting, rows):
         """The next waiting prefixes that fit into the prefill of `new`, with their kv_blocks."""
-        # In kv_blocks. Two per running row must stay free, or what rides along is soon freed.
+        # In kv_blocks. Two per running row stay free, or the extra prefixes would soon be evicted.
         room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
                    len(self.pool) - 2 * (rows + 1))
         along = []

@@ -33,7 +33,7 @@ from tasks.arithmetic import arithmetic
 
 
 def clock(number: int) -> int:
-    """Always two digits: after a single digit the model likes to add another."""
+    """Always two digits: after a single digit the model tends to append another."""
     return (number - 1) % 12 + 13
 
 

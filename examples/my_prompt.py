@@ -9,7 +9,7 @@ user's turn as text or, as here, a conversation that ends with it.
 EXAMPLES = {
     "Tom has 3 boxes with 4 pens each and sells 5 pens. How many pens are left?":
         "3 boxes with 4 pens are 3 * 4 = 12 pens, and 12 - 5 = 7. \\boxed{7}",
-    "Ann buys 2 of 8 cards and then half of the others. How many cards has she?":
+    "Ann buys 2 of 8 cards and then half of the others. How many cards does she have?":
         "8 - 2 = 6 cards are left, half of them is 3, and 2 + 3 = 5. \\boxed{5}",
 }
 

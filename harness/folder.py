@@ -78,7 +78,7 @@ Tensors = dict[str, torch.Tensor]
 
 @contextmanager
 def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterator[None]:
-    """Within, whatever ends the program early calls save() first.
+    """A context: whatever ends the program early inside it calls save() first.
 
     save() returns a part of the message: "step 7 is saved". advice(then) says how to continue the
     run, if possible; `then` is Stopped.then. A bug keeps its traceback. Any other end prints one
@@ -115,7 +115,7 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
-    """Within, a signal is only recorded; it takes effect when the block ends.
+    """A context in which a signal is only recorded; it takes effect when the block ends.
 
     For the block in which the logs, the copy and the checkpoint advance to a new step. A run that
     ended between two of these would save step 7 with the log lines of step 8.

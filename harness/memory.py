@@ -61,7 +61,7 @@ from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
 MAX_ROWS = 256, 512                                    # that are tried, if --max-rows is not given
-# Decoding 512 rows at a time instead of 256 saves more than 2 % of an update takes.
+# Decoding 512 rows at a time instead of 256 saves more time than a 2 % slower update costs.
 MORE_ROWS_MAY_COST = 1.02
 MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
 # Micro-batches beyond 8,192 tokens are tried up to this product of tokens and width: a narrow
