@@ -167,8 +167,7 @@ def evaluate(run: Run, sample: Callable, progress: Progress) -> tuple[dict, Prog
     places = share(range(len(run.held_out)))
     began = time.perf_counter()
     greedy = Sampling(run.settings.rollout.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
-    prompts = [problem.prompt for problem in problems]
-    rollouts = sample(run.sampler, prompts, 1, greedy, places)
+    rollouts = sample(run.sampler, problems, 1, greedy, places)
     graded = gather(run.grade(problems, rollouts.rows))
     metrics = {"eval_accuracy": sum(one["correct"] for one in graded) / len(graded)}
     if run.settings.data.reward:
@@ -213,11 +212,17 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
 # -----------------------------------------------------------------------------
 # The loop: sample, score, update, report
 
-def train(run: Run, sample: Callable = Sampler.generate) -> None:
+def sample_answers(sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
+                   places: range | list) -> Rollouts:
+    """group_size answers to each problem. places: see Sampler.generate."""
+    prompts = [problem.prompt for problem in problems]
+    return sampler.generate(prompts, group_size, sampling, places)
+
+
+def train(run: Run, sample: Callable = sample_answers) -> None:
     """All steps of a run, starting at step 0 or at its checkpoint.
 
-    sample(sampler, prompts, group_size, sampling, places) -> Rollouts writes the answers: a
-    function like Sampler.generate, for example one that answers in turns and calls a tool.
+    sample: a function like sample_answers, for example one that answers in turns and calls a tool.
     """
     settings = run.settings
     rollout, objective, optim = settings.rollout, settings.objective, settings.optim
@@ -234,11 +239,10 @@ def train(run: Run, sample: Callable = Sampler.generate) -> None:
         next_cursor = progress.cursor + rollout.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
         problems = problems_at(run.problems, seed, places)
-        prompts = [problem.prompt for problem in problems]
         sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
                              noise.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
-            local = sample(run.sampler, prompts, G, sampling, places)
+            local = sample(run.sampler, problems, G, sampling, places)
 
         # 2) Score. Then every rank gets all rows, in the same order.
         scored = score(run.grade, problems, local)

@@ -49,7 +49,7 @@ def calculate(text: str) -> str:
 
 
 class Turns:
-    """A function like Sampler.generate, for answers of several turns."""
+    """A function like train.sample_answers, for answers of several turns."""
 
     def __init__(self, tokenizer, tool=calculate, calls=("=", " =")):
         """tool(the answer so far) -> the text to append. calls: texts that end a turn, one token
@@ -59,10 +59,11 @@ class Turns:
         self.tool = tool
         self.calls = {token for text in calls for token in tokenizer.encode(text)}
 
-    def __call__(self, sampler: Sampler, prompts: list, group_size: int, sampling: Sampling,
+    def __call__(self, sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
                  places: range | list) -> Rollouts:
         limit = sampling.max_new_tokens
         turn = sampling._replace(end_ids=(*sampling.end_ids, *self.calls))
+        prompts = [problem.prompt for problem in problems]
         done = sampler.generate(prompts, group_size, turn, places)
         rows = done.rows
         # Later turns have their own seed and a place for each answer. A turn starts at a later
