@@ -69,7 +69,7 @@ def settle(z: Value) -> Value:
         raise ZeroDivisionError("no value")
     dust = ROUNDING * abs(z)
     if abs(z.imag) > dust:
-        return mp.mpc(z.real if abs(z.real) > dust else 0, z.imag)
+        return z
     is_long = abs(z.real) > 10 ** (mp.dps - 5)
     return z.real if is_long or abs(z.real - mp.nint(z.real)) > dust else int(mp.nint(z.real))
 
@@ -153,17 +153,6 @@ def modulo(x: Value, n: Value) -> Value:
     return add(x, -n * floor(divide(x, n)))
 
 
-def step(x: Value) -> Value:
-    r"""Replaces floor(x) where x varies: x minus some function of its fraction.
-
-    Floor itself takes too few values to tell \lfloor\sqrt n - 0.5\rfloor from
-    \lfloor\sqrt n - 0.2\rfloor at six points. This takes as many values as x, and still
-    floor(x + 1) = floor(x) + 1, and floor(x) = x for an integer x.
-    """
-    part = settle(x - floor(x))
-    return x - unknown(f"{float(part):.6f}") / 2 ** 14 if part else x
-
-
 def factorial(n: Value) -> Value:
     """n!, which the gamma function continues to numbers that are not whole."""
     if abs(Number(n).real()) > MAX_FACTORIAL:
@@ -171,14 +160,8 @@ def factorial(n: Value) -> Value:
     return math.factorial(n) if isinstance(n, int) and n >= 0 else mp.factorial(n)
 
 
-def binomial(n: Value, k: Value) -> Value:
-    if isinstance(n, int) and isinstance(k, int) and 0 <= n <= MAX_FACTORIAL:
-        return math.comb(n, k) if k >= 0 else 0
-    return divide(factorial(n), factorial(k) * factorial(add(n, -k)))
-
-
 def gcd(*numbers: Value) -> Value:
-    """Of numbers that are not whole it is an unknown, which equals only itself."""
+    """Numbers that are not integers have an unknown gcd, which equals only itself."""
     if all(isinstance(x, int) for x in numbers):
         return math.gcd(*numbers)
     return unknown("gcd", *sorted(numbers, key=abs))
@@ -207,10 +190,11 @@ FORMULAS = {
     "min": lambda *args: min(args, key=lambda x: Number(x).real()),
     "floor": floor,
     "ceil": lambda x: -floor(-x),
-    "floor of a variable": step,
-    "ceil of a variable": lambda x: -step(-x),
+    # floor itself takes too few values to tell functions apart at six points
+    "floor of a variable": lambda x: unknown("floor", x),
+    "ceil of a variable": lambda x: -unknown("floor", -x),
     "factorial": factorial,
-    "binom": binomial,
+    "binom": lambda n, k: divide(factorial(n), factorial(k) * factorial(add(n, -k))),
     "gcd": gcd,
 }
 
