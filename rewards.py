@@ -22,7 +22,7 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from tasks.answers import END_OF_TURN, FUNCTIONS, MULTIPLES, clean, is_equal
+from tasks.answers import FUNCTIONS, MULTIPLES, clean, is_equal
 from tasks.boxes import BOX, last_box
 
 MAX_TAIL = 20_000      # last characters, where tags, markers and numbers count; boxes do anywhere
@@ -199,6 +199,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
 # -----------------------------------------------------------------------------
 # The patterns that find an answer
 
+END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
 # No <answer> inside an answer: each of 10,000 unclosed tags would be scanned to the end.
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # "answer is", "Answer:" or "**Answer**:", but not "answer isn't" or "answers".

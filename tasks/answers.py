@@ -32,7 +32,7 @@ Graders disagree on these; here is what this one does:
     m + n = 116 is 116                          \log and \lg have base 10
     lists and sets have no order, tuples do     a row is not a column
     2x = 6 is not x = 3: it is not solved       x = 41 = 42 is wrong: two different numbers
-    5-10 is -5, also where it means a range     sums and integrals are compared as text
+    10-3 is 7, but 5-10 is a range              sums and integrals are compared as text
 """
 import re
 from functools import lru_cache
@@ -54,7 +54,6 @@ def pairs(text: str) -> dict[str, str]:
     return {spelling: plain + " " for spelling, plain in zip(words[::2], words[1::2])}
 
 
-END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
 # Not NFKC, which turns 4² into 42. Digits of other scripts stay, so they never equal 0-9.
 UNICODE = str.maketrans({
     **pairs(r"""÷ /  √ \sqrt  π \pi  ∞ \infty  ≤ <=  ≥ >=  ≠ !=  ∪ \cup  ∈ \in  ∅ \emptyset
@@ -98,7 +97,8 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
      r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
-    # 5 m
+    # 5 m, but \$5\text{ m} are millions
+    (r"(\\\$[0-9.,]+)\s*\\text\s*\{\s*m\s*\}", r"\1 million"),
     (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshLNJWV])\.?$", r"\1 «\3»"),
     # 1,\!234 and 1{,}234 are one number, even in brackets
     (r"(?<=[0-9])(?<!\b0)(?:,\s*\\!|\s*\{\s*,\s*\})\s*(?=[0-9]{3}(?![0-9]))", ""),
@@ -648,6 +648,10 @@ def one_or_list(items: list[Reading]) -> Reading:
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 
+# Digits with hyphens or slashes that are not arithmetic: 2023-01-05, 1/5/2023, 555-123-4567, 5-10.
+CODE = re.compile(r"(?:^|[=,;(])\s*[0-9]+([-/])[0-9]+\1[0-9]+\s*(?=$|[,;)])")
+RANGE = re.compile(r"([0-9]{1,20})\s*-\s*([0-9]{1,20})")
+
 
 def join_thousands(s: str) -> str:
     """1,234 -> 1234. In brackets these are two items: (100,200) is a point."""
@@ -667,6 +671,9 @@ class Answer:
 
     def __init__(self, s: str):
         s = join_thousands(s)
+        span = RANGE.fullmatch(s)
+        if CODE.search(s) or span and int(span[1]) < int(span[2]):
+            raise SyntaxError("a date, a telephone number or a range")
         upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
         lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
         self.branches = [tokenize(text) for text in dict.fromkeys((upper, lower))]
@@ -870,8 +877,8 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
     families = [{"".join(name).partition("_")[0] for name in part} for part in (names, other_names)]
     if any("" not in part and len(part) > 1 for part in families):
         return in_order(values, others, point)
-    if "set" in (a.kind, b.kind):
-        values, others = distinct(values, point), distinct(others, point)
+    values = distinct(values, point) if a.kind == "set" else values
+    others = distinct(others, point) if b.kind == "set" else others
     return in_any_order(values, others, point)
 
 
