@@ -86,7 +86,7 @@ def unwrap_text(match: re.Match) -> str:
     return f" «{word}» "
 
 
-CURRENCY = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+CURRENCY = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound"}
 TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|operatorname|bm)\*?"
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
@@ -94,12 +94,12 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # a box around the whole answer
     (r"(?s)^[$. ]*\\(?:boxed|fbox)\s*\{(.*)\}[$. ]*$", r"\1"),
     # money, \$32,\!348 or €5: the sign becomes a unit; but $5$ is a formula
-    (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
+    (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£])\s*"
      r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
     # 5 m, but \$5\text{ m} are millions
     (r"(\\\$[0-9.,]+)\s*\\text\s*\{\s*m\s*\}", r"\1 million"),
-    (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshLNJWV])\.?$", r"\1 «\3»"),
+    (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshL])\.?$", r"\1 «\3»"),
     # 1,\!234 and 1{,}234 are one number, even in brackets
     (r"(?<=[0-9])(?<!\b0)(?:,\s*\\!|\s*\{\s*,\s*\})\s*(?=[0-9]{3}(?![0-9]))", ""),
     # \\[4pt] ends a row and adds space
@@ -121,7 +121,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"\\begin\s*\{(?:(?:[pbB]|small)?matrix\}|array\}\s*\{[clr\s]*\})", r"\\matrix "),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
     # 5\text{ m}, but not \log_2\text{N}
-    (r"(?:(?<=[0-9)}])|(?<=\\pi))(?<!_[0-9])\s*\\(?:text|mathrm|mbox)\s*\{\s*([mgshLNJWV])\s*\}",
+    (r"(?:(?<=[0-9)}])|(?<=\\pi))(?<!_[0-9])\s*\\(?:text|mathrm|mbox)\s*\{\s*([mgshL])\s*\}",
      r" «\1» "),
     # \text{...}
     (TEXT, unwrap_text),
@@ -146,7 +146,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"(?is)(?<=..)(?:(?<=\s)«?|,)(?:for (?:all|every|any|each)\b|\\forall)"
      r"(?!.*\b(?:but|except)\b).*", ""),
     # dollar signs around formulas, and currencies in larger ones
-    (r"[$~€£¥₹]", ""),
+    (r"[$~€£]", ""),
     # \{\}
     (r"\\\{\s*\\\}", r"\\emptyset "),
     # 6:30 p.m.
@@ -184,14 +184,11 @@ def clean(s: str) -> str:
 # A unit is a set of words: {"2", "mile", "hour"} for "5 square miles per hour". "=" joins synonyms;
 # each word may have a plural s.
 UNIT = {}
-for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m=meter=metre
-        km=kilometer=kilometre inch=in=inches foot=feet=ft yard=yd mile=mi unit
-        second=sec=s minute=min hour=hr=h day week month year=yr decade am pm
-        dollar=usd=buck cent=penny=pennies euro pound=lb rupee yuan yen
-        mg=milligram g=gram=gm kg=kilogram ounce=oz ton=tonne
-        liter=litre=l ml=milliliter=millilitre gallon quart pint cup
-        radian=rad celsius fahrenheit watt=w joule=j newton=n volt=v
-        mile/hour=mph km/hour=kmh=kph foot/second=fps
+for names in """mm=millimeter=millimetre cm=centimeter=centimetre m=meter=metre km=kilometer=kilometre
+        inch=in=inches foot=feet=ft yard=yd mile=mi mile/hour=mph unit
+        second=sec=s minute=min hour=hr=h day week month year=yr am pm
+        dollar=usd cent=penny=pennies euro pound=lb mg=milligram g=gram=gm kg=kilogram ounce=oz
+        liter=litre=l ml=milliliter=millilitre gallon quart pint cup radian=rad celsius fahrenheit
         2=square=sq=squared 3=cubic=cu=cubed""".split():
     for word in names.split("="):
         UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = names.split("=")[0]

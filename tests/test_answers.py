@@ -196,7 +196,7 @@ f(x)=x^2 == y=x^2                  \cos A=.5 == \cos A=\frac12        x_1=1,x_2=
 """, r"""
 5 cm^2 == 5 square centimeters     5 cm^2 == 5\text{ cm}^{2}          5 centimeters squared == 5 cm^2    5 cm^2 == 5
 5\text{ cm}^3 == 5\text{ cubic cm}                                   5 pounds == 5 lb
-60 mph == 60 miles per hour        60 mph == 60\text{ mi/h}           60 km/h == 60 kmh                  60 km/h == 60
+60 mph == 60 miles per hour        60 mph == 60\text{ mi/h}           60 km/h == 60
 9.8\text{ m/s}^2 == 9.8            60 m/s == 60\text{ meters per second}
 50^\circ\text{C} == 50°C           50 degrees Fahrenheit == 50        \$5 == 5 dollars
 \$18.90 == 18.9                    $5$ == \$5                       €5 == 5 euros                      20 percent == 0.2
@@ -231,15 +231,14 @@ m == 1              5 m == 5 g          5 m == 5 cm         5\text{ m} == 5\text
 €5 m == 5           \$5\text{ m} == 5   \mathbf{5}m == 5    \text{13}m == 13
 """, r"""
 20\text{ m} == 20   20\text{ m}^2 == 20                     20\text{ m}^{2} == 20 square meters     5\text{g} == 5
-5\text{ s} == 5     5\text{ L} == 5     5\text{ h} == 5     20\,\mathrm{N} == 20
+5\text{ s} == 5     5\text{ L} == 5     5\text{ h} == 5     20\,\mathrm{g} == 20
 144 \mbox{ m}^3 == 144                  5\text{ m} == 5\text{ meters}           70\sqrt{2} == 70\sqrt2\text{ m}
 12\pi\text{ m}^2 == 12\pi               \frac{3}{4}\text{ h} == 0.75            (1+\sqrt2)\mathrm{ m} == 1+\sqrt2
 9.8\text{ m}/\text{s}^2 == 9.8\text{ m/s}^2                 5 m == 5            5 g == 5 grams      5 L == 5 liters
 2.5 h == 2\frac12   1,000 m == 1000     -3 m == -3          5 m == 5m           5 m == 5.0 m        5 m == 5.0\text{ m}
 5\text{ m} == 5.0\text{ meters}         $20$ m == 20        3\text{ m}+1 == 1+3m
 60 km / h == 60     x = 5\text{ m} == 5                     5\text{ m} == 5 m   (\text{A}) == A
-5\text{ s} == 5 seconds                 60\text{ km}/\text{h} == 60 km/h        5 N == 5 newtons
-5\text{ V} == 5 volts
+5\text{ s} == 5 seconds                 60\text{ km}/\text{h} == 60 km/h
 """),
     "short units need a space, and 3 x 4 matrix is not a number": (r"""
 2am == 2            2mg == 2            2ml == 2            2\pi hr == 2\pi     \frac12mg == \frac12

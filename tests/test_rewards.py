@@ -123,7 +123,7 @@ def test_hedged_choices_are_not_answers():
     ("3 or 4 days make a total of 12 hours", "12"), ("The answer is 5 and we are done", "5"), ("the result - 5", "5"),
     ("The answer is 5 (five)", "5"), ("Hence he is not late and arrives in 5 minutes", "5"),
     ("The answer is 20 m.", "20"), ("The answer is $20$ m.", "20"), ("The answer is 20 g of salt.", "20"),
-    (r"\boxed{20\,\mathrm{N}}", "20")])
+    (r"\boxed{20\,\mathrm{g}}", "20")])
 def test_a_hedge_elsewhere_does_not_hide_the_answer(text, gold):
     assert grade(text, gold, last_number=True).correct == 1
 
