@@ -789,9 +789,8 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
 def same_left(sides: list[Side]) -> bool:
     """Do the left sides, 0 and 2, name the same thing, so that the right ones decide?"""
     left, left_value, other, other_value = (label(side.tokens) for side in sides)
-    if not left or not other or left_value and other_value:
-        return False
-    return may_rename(left, other)
+    are_names = left and other and not (left_value and other_value)
+    return bool(are_names) and may_rename(left, other)
 
 
 def proportional(sides: list[Side], op: str, point: Point) -> bool:
@@ -908,7 +907,8 @@ def same_function(a: Answer, b: Answer) -> bool:
     if not names:
         return same(a.at(point), b.at(point), point)
     found = 0
-    for point.index in range(len(RANGES)):
+    for index in range(len(RANGES)):
+        point.index = index
         try:
             if not same(a.at(point), b.at(point), point):
                 return False
@@ -923,8 +923,8 @@ CHOSEN = re.compile(r"[«( ]*([A-H]) ?[).:][\s»]+((?:(?!\b[A-H]\b)[^,;])+)")
 # SyntaxError: also too much work; RecursionError: too deep; TypeError: sin(1, 2)
 UNREADABLE = (SyntaxError, ArithmeticError, ValueError, RecursionError, TypeError)
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
-# Letters that may be a product, in any order: ab is ba, nR is Rn, xyz is zyx. Not words, which have
-# vowels (no, bca), and not sequences of capitals (IX, BCA).
+# Letters that may be a product, in any order: ab is ba, nR is Rn, xyz is zyx. Words and sequences
+# keep their order: no, bca, IX, BCA.
 PRODUCT = re.compile(r"[a-np-z]\s*[A-NP-Za-np-z]|[A-NP-Z]\s*[a-np-z]|[b-df-hj-np-tv-z\s]+")
 
 

@@ -196,7 +196,7 @@ FORMULAS = {
     "gcd": gcd,
 }
 
-ONE, TWO, TEN = map(Number, (1, 2, 10))
+ONE = Number(1)
 I = Number(mp.mpc(0, 1))
 PI = Number(mp.pi + 0)
 E = Number(mp.exp(1))
