@@ -1,46 +1,46 @@
 r"""
-Rewards from text: finds the answer in a completion, checks with tasks/answers.py whether it equals
-the gold answer (the data set's), and scores the format.
+Rewards from text: finds the answer in a completion, compares it with the gold answer (the one in
+the data set, by tasks/answers.py), and scores the format. No model judges.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
     grade(r"\boxed{3+4}", "7", "What is $3+4$?").correct  ->  0: copied from the question
 
-The answer is taken from the first of these that the text has:
+The first of these rules that applies gives the answer:
 
-    box          the last \boxed{...}; neighbours such as "\boxed{2} and \boxed{3}" are one list
+    box          the last \boxed{...}; neighbors such as "\boxed{2} and \boxed{3}" are one list
     tag          the last <answer>...</answer>
     marker       what follows the last "answer is", "answer:" or "####" in its sentence
     last_number  the last formula or number, if the caller allows it
 
-Only the part of the first turn after its last </think> counts. A hedged number is not an answer:
-"5 or 6", "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
+Only the first turn counts, after its last </think>. A hedged number is not an answer: "5 or 6",
+"not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
 
-The time is linear in the length of the text, so no time limit is needed. No model judges.
+Time is linear in the length of the text, so there is no time limit.
 """
 import math
 import re
 from typing import Callable, NamedTuple
 
-from tasks.answers import END_OF_TURN, FUNCTIONS, MULTIPLES, clean, is_equal
+from tasks.answers import FUNCTIONS, MULTIPLES, clean, is_equal
 from tasks.boxes import BOX, last_box
 
-MAX_TAIL = 20_000      # characters searched for tags, markers and numbers; boxes are found anywhere
+MAX_TAIL = 20_000      # last characters, where tags, markers and numbers count; boxes do anywhere
 
 
 # -----------------------------------------------------------------------------
 # Completion -> answer
 
 class Extraction(NamedTuple):
-    """An answer, and the rule that found it."""
+    """An answer and the rule that found it."""
     answer: str | None
     rule: str          # box, tag, marker, last_number, none or truncated (an unclosed <think>)
 
 
 def extract(text: str, last_number: bool = False) -> Extraction:
-    """Finds the answer of a completion by the rules at the top of this file. Never raises.
+    """Finds the answer in a completion by the rules at the top of this file. Never raises.
 
-    last_number: off in training, where a model could learn to omit the box.
+    last_number: off in training, where the model could learn to omit the box.
     """
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
@@ -56,8 +56,8 @@ def extract(text: str, last_number: bool = False) -> Extraction:
     marked = last_marker(tail)
     if marked:
         return Extraction(marked, "marker")
-    # A box that is empty or never closes is a failed answer, often copied from the prompt: "Put
-    # your answer in \boxed{}." Then no number in the text counts.
+    # A text with an empty or unclosed box gave no answer. Often it repeats the prompt, "Put your
+    # answer in \boxed{}.", so no number in it counts.
     if last_number and not re.search(BOX, text) and "<answer>" not in tail:
         value = value_in(tail.strip())
         if value:
@@ -66,19 +66,19 @@ def extract(text: str, last_number: bool = False) -> Extraction:
 
 
 # -----------------------------------------------------------------------------
-# Completion, gold -> reward
+# Completion, gold answer -> reward
 
 class Grade(NamedTuple):
     """The verdict on one completion."""
-    correct: int           # 1 if the extracted answer equals the gold and is not copied
-    format: int            # 1 if the answer came in the form that the prompt asked for
-    rule: str              # how the answer was found, see Extraction
+    correct: int           # 1 if the answer equals the gold answer and is not copied, else 0
+    format: int            # 1 if the answer has the form that the prompt asked for, else 0
+    rule: str              # that found the answer, see Extraction
     answer: str | None     # as written in the completion
 
 
 def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
           last_number: bool = False) -> Grade:
-    """Scores one completion. An answer that only copies a formula of the question is wrong.
+    """Scores one completion. An answer that only copies a formula from the question is wrong.
 
     style: the form that the prompt asked for, "boxed" or "tags".
     """
@@ -91,11 +91,11 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
 
 
 def is_copied(answer: str, question: str, gold: str) -> bool:
-    r"""Whether the answer is a formula with an operator that occurs in the question and is not the
-    gold: \boxed{\binom{18}{12}} equals 18564, but nothing has been computed.
+    r"""Is the answer a formula from the question, with an operator and other than the gold answer?
+    \boxed{\binom{18}{12}} equals 18564, but nothing has been computed.
 
-    A part of the question is that formula if it has the same symbols in any order and equals the
-    gold: 7+12 is 12+7, but 7/2 is not 2/7. A policy can still write X + 0 for a formula X.
+    The formula is in the question if some part has the same symbols, in any order, and equals the
+    gold answer: 7+12 is 12+7, but 7/2 is not 2/7. A policy can still write X + 0 for a formula X.
     """
     formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
     if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
@@ -111,13 +111,13 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
 
 
 def sides(answer: str) -> list[str]:
-    """A clean answer, and only its last side: the 5 of x = 2 + 3 = 5."""
+    """The cleaned answer, and only its last side: the 5 in x = 2 + 3 = 5."""
     answer = clean(answer)
     return [answer, answer.partition("≈")[0].rpartition("=")[2]]
 
 
 def symbols(s: str) -> list[str]:
-    r"""The symbols, each number whole, except brackets, + and *: x+\frac12 and 1/2 + x have the
+    r"""The symbols except brackets, + and *; a number is one symbol. x+\frac12 and 1/2 + x have the
     same ones.
     """
     return ["/" if symbol == r"\frac" else symbol.strip().replace(",", "")
@@ -125,8 +125,8 @@ def symbols(s: str) -> list[str]:
 
 
 def with_brackets(part: str) -> str:
-    r"""A part of a formula with the brackets that it lacks: x)/(y is (x)/(y). Empty if it begins
-    inside braces and ends after them, as the 1}{2 of \frac{1}{2} does.
+    r"""Adds the brackets that a part of a formula lacks: x)/(y becomes (x)/(y). Empty if a brace
+    closes that the part doesn't open, as in the 1}{2 of \frac{1}{2}.
     """
     before = after = ""  # the missing brackets
     for character in part:
@@ -143,7 +143,7 @@ def with_brackets(part: str) -> str:
 
 def format_tags(text: str) -> int:
     """1 if a text has the paper's form, <think>...</think> <answer>...</answer>, with each tag once
-    and nothing around it; else 0.
+    and nothing around them; else 0.
     """
     text = END_OF_TURN.split(text.strip(), maxsplit=1)[0].strip()
     if any(text.count(tag) != 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")):
@@ -157,18 +157,20 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     """One dict per row: the problem, the prompt as the model saw it, the completion, the answer
     found in it, the verdict, and the reward `task`.
 
-    Rows come in groups of equal size, one per problem. Without a plug-in, `task` is 1 for a correct
-    answer, else 0. With one (a tasks.plugin.Reward), `task` is the sum of the parts that it returns
-    except `shaping`, which train.score adds separately. If any part is NaN, so is `task`. A part
-    called `correct` replaces the verdict: 1 is right, anything else wrong.
+    rows: groups of equal size, one per problem.
+    plug_in: a tasks.plugin.Reward. Without one, `task` is 1 for a correct answer, else 0. With one,
+    it is the sum of the parts that the plug-in returns, except `shaping`, which train.score adds
+    separately. A NaN in any part makes `task` NaN. A part called `correct` replaces the verdict: 1
+    is right, anything else is wrong.
     """
-    group_size = len(rows) // max(len(problems), 1)  # a rank may have no problem
+    group_size = len(rows) // max(len(problems), 1)  # a rank may have no problems
     texts = [tokenizer.decode(row.completion) for row in rows]
     prompts = [tokenizer.decode(problem.prompt) for problem in problems]
     graded = []
     for i, (row, text) in enumerate(zip(rows, texts)):
         problem = problems[i // group_size]
-        # opened: the <think> that ends the prompt. An answer that never closes it is "truncated".
+        # `opened` is the <think> at the end of the prompt. An answer that never closes it is
+        # "truncated".
         verdict = grade(tokenizer.opened + text, problem.answer, problem.question,
                         "tags" if style == "tags" else "boxed")
         found = {
@@ -189,7 +191,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
             if "correct" in parts:
                 found["correct"] = float(parts["correct"] == 1)
             if math.isnan(parts.get("shaping", 0.0)):
-                found["task"] = math.nan         # unscorable, as with NaN in any other part
+                found["task"] = math.nan         # as with NaN in any other part
         graded.append(found)
     return graded
 
@@ -197,34 +199,35 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
 # -----------------------------------------------------------------------------
 # The patterns that find an answer
 
-# No answer may contain another opening tag: 10,000 unclosed ones would each be scanned to the end.
+END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
+# No <answer> inside an answer: each of 10,000 unclosed tags would be scanned to the end.
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-# "answer is", "Answer:", "**Answer**:"; not "answer isn't", and not the noun "answers".
+# "answer is", "Answer:" or "**Answer**:", but not "answer isn't" or "answers".
 MARKER = re.compile(
     r"answer\s*(?:(?:\*\*|__)\s*)?(?:is(?![a-z'’])\s*:?|:|=)|####", re.IGNORECASE)
-# The end of "The answer is 3.5. I hope it is correct." is after the 5.
+# In "The answer is 3.5. I hope it is correct." the sentence ends after the 5.
 SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)|I hope it is")
-# A digit at both ends (a lone comma is not a number), a sign only where it is not a hyphen; then /7
-# or %. The 2 of x_2, x^2 and B2 is not a number.
+# Begins and ends with a digit; may have a sign (not a hyphen), a dollar, a denominator or a percent
+# sign. The 2 in x_2, x^2 or B2 is not a number.
 NUMBER = re.compile(r"""(?<![A-Za-z0-9.^])(?<![A-Za-z0-9)}]_) ( (?:(?<![\w)])-)? (?:\\?\$)?
     (?: [0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)? | \.[0-9]+ )
     (?:/[0-9]+(?![\w/]))? (?:\s?\\?%)? )""", re.VERBOSE)
-# $$...$$, $...$, \(...\), \[...\]; the limits keep 10,000 opening ones from taking quadratic time.
+# $$...$$, $...$, \(...\) or \[...\]. The limit prevents quadratic time if thousands never close.
 MATH_SPAN = re.compile(r"""
       \$\$([^$]{1,2000})\$\$
     | (?<!\\)\$((?:\\.|[^$\\\n]){1,2000})\$
     | \\\(((?:(?!\\[()]).){1,2000})\\\)
     | \\\[((?:(?!\\[\[\]]).){1,2000})\\\]""", re.DOTALL | re.VERBOSE)
 LATEX = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-# Prose is a word of three letters or more, except "and" and functions; or so, is, it, we, to, of;
-# or two letters of another script (Greek and 𝑥 are formulas).
+# A word of three letters or more, except "and" and functions; or so, is, it, we, to, of; or two
+# letters of another script. Greek and 𝑥 are formulas.
 PROSE = re.compile(r"""
     (?<![\\A-Za-z]) (?: (?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,}
                       | (?:so|is|it|we|to|of)\b )
     | [^\W\d_A-Za-zª-ϿⅠ-ↈ𝐀-𝟿]{2}""", re.VERBOSE)
 CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])(?=[.:,;)]|\s*$)|([B-H])(?=\s+[a-z]{2})")
 BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
-# A value after one of these is not the answer.
+# A value right after one of these is not the answer.
 BEFORE = re.compile(r"""(?:
     (?: \b(?:not|never|cannot|neither|nor|than|without|except|exceeds?|unlike|under|over|below|above
           |almost|nearly|at\ least|at\ most|up\ to|no\ longer|might|maybe|perhaps|possibly
@@ -240,7 +243,7 @@ BEFORE = re.compile(r"""(?:
     | (?: [0-9)}$] | \b[a-z] ) \s* [-−] \s+                               # "8 - 5"
     | [±√] \s* | \\(?:neq?|leq?|geq?|lt|gt|times|cdot|pm|sqrt) \s*
     ) [$(]* $""", re.VERBOSE | re.IGNORECASE)
-# Nor is a value before one of these. The $ or ) that ends a formula comes first.
+# Nor is a value right before one of these. A $ or ) may end its formula first.
 AFTER = re.compile(rf"""[$)]* (?:
     \s* (?: or\b | unless\b | (?:and|to|through|but|although|though) \s+          # "5 and a half"
         (?:an?\b|one\b|half\b|[$(]*[0-9])
@@ -254,10 +257,10 @@ AFTER = re.compile(rf"""[$)]* (?:
         (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
     | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
     """, re.VERBOSE | re.IGNORECASE)
-# 1,234.5 is one symbol, but \frac12 has three.
+# 1,234.5 is one symbol, \frac12 is three.
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<=\\frac|binom)\s*[0-9]"
                     r"|[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+|[^\s(){}+*,]")
-# What makes a formula more than a value; -5 and 2\pi are values. 60 digits come from \overline.
+# Makes a formula out of values; -5 and 2\pi have none. 60 decimals come from \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
                       rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
 # "5 apples and 6 pears", but not "18 eggs because 9 and 9 is 18".
@@ -265,14 +268,14 @@ MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*
 
 
 # -----------------------------------------------------------------------------
-# What extract() looks for besides boxes: markers, values
+# Answers without a box: markers and values
 
 def last_marker(text: str) -> str | None:
-    """The value after the last "answer is", "answer:" or "####", in its sentence or line."""
+    """The value after the last "answer is", "answer:" or "####", up to the end of the sentence."""
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
         display = MATH_SPAN.match(rest)
-        if display and rest.startswith(("$$", "\\[")):
+        if display and rest.startswith(("$$", "\\[")):  # it may have several lines
             return inside(display)
         line = SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`")
         if line:
@@ -281,7 +284,7 @@ def last_marker(text: str) -> str | None:
 
 
 def has_prose(text: str) -> bool:
-    """Whether a text contains words besides formulas."""
+    """Does a text contain words besides formulas?"""
     return PROSE.search(LATEX.sub("", text)) is not None
 
 
@@ -291,7 +294,7 @@ def inside(match: re.Match) -> str:
 
 
 def stands_alone(found: re.Match) -> bool:
-    """Whether a value in a text is meant as it is: the words around it do not change it."""
+    """Does a value in a text stand for itself, not changed by the words around it?"""
     before = found.string[max(0, found.start() - 60):found.start()].rpartition("\n")[2]
     after = found.string[found.end():found.end() + 60].partition("\n")[0]
     return not BEFORE.search(before) and not AFTER.match(after)
@@ -300,25 +303,25 @@ def stands_alone(found: re.Match) -> bool:
 def value_in(text: str, marked: bool = False) -> str | None:
     """The value in a text: all of it if it has no prose, else its last formula or number.
 
-    A `marked` text is the line after "answer is". There a leading number or choice letter counts,
-    and a text that cannot be split is the answer as it is: "not 5" equals no gold. Elsewhere a
-    value that is not on its own is not an answer.
+    marked: the text follows "answer is". Then a number or choice letter at its beginning comes
+    first, and a value that the words around it change is returned with them: "not 5" equals no gold
+    answer. In other texts such a value is None.
     """
     whole = MATH_SPAN.fullmatch(text)
     if whole:
         return inside(whole)
-    if len(text) < 400 and re.search(r"\w", text) and not has_prose(text):
+    if re.search(r"\w", text) and not has_prose(text):
         return text
     choice = CHOICE.match(text)
     if marked and choice:
         is_one = not re.match(r"\)?,?\s*(?:or\b|and\b|\(?[A-H]\b)", text[choice.end():])
         return inside(choice) if is_one and stands_alone(choice) else text
-    # In "$5 and $10" the dollars are money: the text between them is prose.
+    # "$5 and $10" is money: the text between the dollar signs is prose.
     spans = [span for span in MATH_SPAN.finditer(text) if not has_prose(span.group())]
     numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
     found = [None, *spans, *numbers][-1]
     if marked and spans and not BARE_NAME.fullmatch(inside(spans[-1])):
-        # "$5$, not $6$"; but "the largest $n$ is 34" continues to the number.
+        # "$5$, not $6$". In "the largest $n$ is 34" the answer is the number.
         found = next(filter(stands_alone, spans[:-10:-1]), spans[-1])
     elif marked and numbers and numbers[0].start() == 0:
         found = numbers[0]  # "18 eggs because 16 + 2 = 18"

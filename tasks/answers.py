@@ -1,121 +1,84 @@
 r"""
-Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold) says whether a gold can
-be compared at all.
+Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold) tells whether a gold
+answer can be compared at all.
 
-An answer is a function of its variables; "5" has none. Two answers are equal if they have equal
-values at six fixed points, so no computer algebra or syntax tree is needed: the reader computes
-while it parses, once for each point. Four steps, each a section of this file:
+An answer is a function of its variables; "5" has none. Two answers are equal if their values agree
+at six fixed points. That needs no computer algebra and no syntax tree: the reader computes while it
+parses, once per point. Each section of this file is one step:
 
-    1. clean-up     "$\dfrac{1}{2}$ cm."   ->  r"\frac{1}{2}" and the unit {"cm": 1}
-    2. numbers      the values of the variables at a point, and what may be computed there;
-                    the arithmetic itself, in 100 digits, is tasks/decimals.py
+    1. clean-up     "$\dfrac{1}{2}$ cm."   ->  r"\frac{1}{2}" and the unit {"cm"}
+    2. numbers      what the variables are at a point, and arithmetic there
+                    (in 100 digits, by tasks/decimals.py)
     3. reader       r"\frac{1}{2}"         ->  a Reading, here Number(0.5)
     4. comparison   two Readings           ->  True or False
 
-A Reading, the value of an answer at one point, has one of these types:
+A Reading is the value of an answer at one point:
 
     Number                  complex, in 100 digits; two are equal if 50 digits agree
-    Group(kind, items)      tuples, intervals, lists, sets, unions; also 50%, 3 mod 7, 1:2:3
+    Group(kind, items)      a tuple, interval, list, set or union; also 50%, 3 mod 7, 1:2:3
     Relation                x = 5 or 0 < x <= 1: the operators, and the sides with their tokens
 
-Accepting a wrong answer is the worst error, because it trains the wrong thing. So a decimal equals
-a fraction only if it has six digits and rounds to it, several answers never equal one of them, and
-nothing equals the empty answer. What cannot be read equals only its own text. The work is limited
-by counters, not by time, so a verdict does not depend on the machine.
+Accepting a wrong answer is the worst error, because training then rewards it. So a decimal equals a
+fraction only if it has six digits and rounds correctly, a list never equals one of its members, and
+nothing equals the empty answer. An answer that cannot be read equals only its own text. Counters
+limit the work, not clocks, so a verdict is the same on every machine.
 
-Where graders disagree, these are the choices:
+Graders disagree on these; here is what this one does:
 
     50% is 0.5 and also 50                      10 mod 7 is 3
     2:3 is 2/3, but 10:30 is a time             52 stands for 52_8
     5 cm is 5, but not 5 m or 5 cats            5 m is 5, but 5m is a product
-    1,234 is one number, but two in brackets    32, 349 and 1,5 are two: no decimal comma
+    1,234 is one number, (1,234) is two         32, 349 and 1,5 are two: no decimal comma
     m + n = 116 is 116                          \log and \lg have base 10
     lists and sets have no order, tuples do     a row is not a column
     2x = 6 is not x = 3: it is not solved       x = 41 = 42 is wrong: two different numbers
-    sums and integrals are compared as text
+    10-3 is 7, but 5-10 is a range              sums and integrals are compared as text
 """
 import re
 from functools import lru_cache
 from typing import NamedTuple, Union
 from zlib import crc32
 
-from tasks.decimals import (
-    INFINITY,
-    ONE,
-    PI,
-    TEN,
-    TWO,
-    E,
-    I,
-    Number,
-    apply_function,
-    mp,
-    settle,
-    unknown,
-)
+from tasks.decimals import INFINITY, ONE, PI, E, I, Number, apply_function, mp, settle, unknown
 
-MAX_ANSWER = 6_000     # characters that are parsed; a longer answer equals only itself
-MAX_WORK = 4_000       # units that one is_equal may spend, about 5 us each: an operand is three
+MAX_ANSWER = 6_000     # characters; a longer answer equals only itself
+MAX_WORK = 4_000       # per is_equal, in units of about 5 us: reading an operand costs three
 
 
 # -----------------------------------------------------------------------------
-# 1. Clean-up: the text of an answer -> plain text that the tokenizer reads, and a unit
+# 1. Clean-up: an answer -> plain text for the tokenizer, and a unit
 
 def pairs(text: str) -> dict[str, str]:
-    r"""'≤ \le  ≥ \ge' -> {'≤': '\le ', '≥': '\ge '}; the space keeps x\cdot y apart."""
+    r"""'≤ \le  ≥ \ge' -> {'≤': '\le ', '≥': '\ge '}. The space separates \le from a letter."""
     words = text.split()
     return {spelling: plain + " " for spelling, plain in zip(words[::2], words[1::2])}
 
 
-END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
-RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ"
-LOWERED = "₀₁₂₃₄₅₆₇₈₉"
-SCRIPTS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
-# Python's own normalisation (NFKC) is no help: it reads 4² as 42. Digits of other scripts are left
-# alone, so they never equal 0-9.
+# Not NFKC, which turns 4² into 42. Digits of other scripts stay, so they never equal 0-9.
 UNICODE = str.maketrans({
-    **pairs(r"""÷ /  √ \sqrt  ∛ \sqrt[3]  π \pi  ∞ \infty  º °  ≤ <=  ≥ >=  ⩽ <=  ⩾ >=
-    ≠ !=  ∪ \cup  ∈ \in  ∅ \emptyset  θ \theta  α \alpha  β \beta  λ \lambda  、 ,
-    ⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil  ± \pm  ∓ \mp
-    ½ \frac{1}{2}  ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}  ℝ \mathbb{R}
-    ∖ \setminus"""),
+    **pairs(r"""÷ /  √ \sqrt  π \pi  ∞ \infty  ≤ <=  ≥ >=  ≠ !=  ∪ \cup  ∈ \in  ∅ \emptyset
+    θ \theta  α \alpha  β \beta  ± \pm  ² ^{2}  ³ ^{3}  ½ \frac{1}{2}  ℝ \mathbb{R}"""),
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63", "-"),
     **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
-    **dict.fromkeys("\u2044\u2215", "/"),
-    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u2060\u2061\u2062\ufeff", ""),  # of no width
-    **dict(zip(RAISED + LOWERED, "0123456789+-n0123456789")),
     **{0xFF01 + i: chr(0x21 + i) for i in range(94)},  # full-width
-    **{0x1D7CE + digit: str(digit % 10) for digit in range(50)},  # bold, double-struck, ...
 })
-# Commands that are another spelling of something. "=" for \in and \equiv is no mistake: what
-# follows either of them is the answer, and what precedes it is only its name.
+# Commands with a simpler spelling. \in and \equiv become "=" because what follows them is the
+# answer and what precedes them only names it.
 RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom  lt <  gt >
     le <=  leq <=  leqslant <=  ge >=  geq >=  geqslant >=  ne !=  neq !=  in =  equiv =  approx ≈
-    sim ≈  simeq ≈  cdot *  times *  ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{
-    rbrace \}  lbrack [  rbrack ]  lparen (  rparen )  colon :  varnothing \emptyset  ldots ...
-    dots ...  cdots ...  degree °  bmod \mod  pmod \mod  varphi \phi  vartheta \theta
-    varepsilon \epsilon  lg \log""")
+    sim ≈  cdot *  times *  ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}
+    colon :  varnothing \emptyset  ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod
+    varphi \phi  lg \log""")
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan ln log exp sqrt max min
     gcd abs floor ceil""".split())
 
 
-# Units of one letter in \text{}: not K, a thousand, nor A, a choice.
-LETTERS = frozenset("m g s h L N J W V".split())
-UPRIGHT = re.compile(r"\\(?:text(?:rm|normal)?|mathrm|[mh]box)(?![a-z])")
-AFTER_VALUE = re.compile(r"(?:(?<!_)[0-9]|[)}]|\\pi)\s*$")
-
-
 def unwrap_text(match: re.Match) -> str:
-    r"""\text{...} without the command. A formula, the name of a function, "and" and "or" are read
-    as if no \text stood there; anything else is a word or a unit, which « and » mark from here on.
-    One letter is a formula, except for the m of 5\text{ m}.
+    r"""\text{...} without the command. Formulas, single letters, functions, "and" and "or" lose it
+    without a trace; other words, such as units, are put between « and ».
     """
-    word = match[1].strip().rstrip(". ")  # not the first point: \text{.5} is not 5
-    before = match.string[max(0, match.start() - 5):match.start()]
-    if word in LETTERS and UPRIGHT.match(match[0]) and AFTER_VALUE.search(before) \
-            and "\\$" not in before:  # \$5\text{ m} are millions
-        return f" «{word}» "
+    word = match[1].strip().rstrip(". ")  # keeps the first point: \text{.5} is not 5
     is_formula = re.fullmatch(
         r"(?is).?|[-+]?[.\d].*|.*\\.*|[^a-z]*|[ ,;]*(and|or)[ ,;]*", word)
     if is_formula or word in FUNCTIONS - {"min"} or word == "mod":  # \text{ min} is minutes
@@ -123,78 +86,72 @@ def unwrap_text(match: re.Match) -> str:
     return f" «{word}» "
 
 
-# All of an answer in one box: $\boxed{5}$, but not \boxed{5}, \boxed{6}.
-WHOLE_BOX = re.compile(
-    r"^[$. ]*\\(?:boxed|fbox)\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}[$. ]*$")
-CURRENCY = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+CURRENCY = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound"}
 TEXT = (r"\\(?:text(?:bf|rm|it|tt|normal)?|math(?:rm|bf|it|sf|cal)|[mh]box|emph|operatorname|bm)\*?"
         r"\s*\{([^{}]*)\}")
 NO_LETTER = "(?![A-Za-z])"
 REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
-    # a sum of money, \$32,\!348 or €5: its sign becomes a unit after it; $5$ is only a formula
-    (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£¥₹])\s*"
+    # a box around the whole answer
+    (r"(?s)^[$. ]*\\(?:boxed|fbox)\s*\{(.*)\}[$. ]*$", r"\1"),
+    # money, \$32,\!348 or €5: the sign becomes a unit; but $5$ is a formula
+    (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£])\s*"
      r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
-    # 5 m; but \$5\text{ m} are millions
-    (r"^\$?(?:\\\$|[€£¥₹]).*[0-9]\s*\\(?:text|mathrm)\s*\{\s*m\s*\}\$?\.?$", r"\g<0> million"),
-    (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshLNJWV])\.?$", r"\1 «\3»"),
-    # tabs and the like are spaces
-    (r"[^\S\n]", " "),
-    # 1,\!234 and 1{,}234 are one number, in brackets too
+    # 5 m, but \$5\text{ m} are millions
+    (r"(\\\$[0-9.,]+)\s*\\text\s*\{\s*m\s*\}", r"\1 million"),
+    (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshL])\.?$", r"\1 «\3»"),
+    # 1,\!234 and 1{,}234 are one number, even in brackets
     (r"(?<=[0-9])(?<!\b0)(?:,\s*\\!|\s*\{\s*,\s*\})\s*(?=[0-9]{3}(?![0-9]))", ""),
-    # \\[4pt], the end of a row with some space after it
+    # \\[4pt] ends a row and adds space
     (r"\\\\\s*\[-?[0-9.]+\s*[a-z]{2}\]", r"\\\\"),
-    # \( \) \[ \] around a formula, the \ of \$ and \%, thin spaces, \|
+    # \( \) \[ \], the backslash of \$ \% \|, and thin spaces
     (r"\\(?:[()$]|(?=%))|(?<!\\)\\(?:[\[\],!]|(?=\|))", ""),
-    # \left( \right) \left. \mleft \big \displaystyle \boxed \bf \angle: styling
+    # styling: \left( \right. \mleft \big \displaystyle \boxed \bf \angle
     (r"\\(?:m?(?:left|right)|middle)" + NO_LETTER + r"\.?", ""),
     (r"\\(?:[bB]igg?[lrm]?|(?:display|text)style|boxed|fbox|(?:no)?limits|bf|rm|it|boldsymbol"
      r"|(?:measured)?angle)" + NO_LETTER, ""),
-    # \; \quad: spaces
+    # spaces: \; \quad
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
     # \dfrac, \leq, \cdot: see RENAME
     (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1], match[0])),
     # \mathbb{R}; and \mathbb{R} - \{1\}
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
     (r"(?<=\\infty\))\s*(?:-|\\backslash)\s*(?=\\\{)", r"\\setminus "),
-    # \begin{pmatrix} ... \end{pmatrix}, and the same as an array{cc} in brackets
+    # \begin{pmatrix} ... \end{pmatrix}, or an array{cc} in brackets
     (r"\\begin\s*\{(?:(?:[pbB]|small)?matrix\}|array\}\s*\{[clr\s]*\})", r"\\matrix "),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
-    # \text{...}, and \text{\textbf{...}}
+    # 5\text{ m}, but not \log_2\text{N}
+    (r"(?:(?<=[0-9)}])|(?<=\\pi))(?<!_[0-9])\s*\\(?:text|mathrm|mbox)\s*\{\s*([mgshL])\s*\}",
+     r" «\1» "),
+    # \text{...}
     (TEXT, unwrap_text),
-    (TEXT, unwrap_text),
-    # 90^\circ and 90^{\circ} are 90°; 20 °C is 20 «celsius»
+    # 90^\circ and 90^{\circ} are 90°
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ" + NO_LETTER + r")|\\circ" + NO_LETTER, "°"),
-    (r"«? ?(?:°|(?<![A-Za-z])degrees?)\s*([CF])" + NO_LETTER + "»?",
-     lambda match: " «celsius»" if match[1] == "C" else " «fahrenheit»"),
-    # 0.1\overline{6}, written out to 80 digits
+    # 0.1\overline{6}: the period is written out to 80 digits
     (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}",
      lambda match: f"{match[1] or 0}.{match[2]}{(match[3] * 80)[:80]} "),
-    # 45 «degrees» is 45°, 20 per cent 20%
+    # 20 per cent is 20%, 45 «degrees» is 45°
     (r"(?i)(«?)(?<![a-z])(?:per ?cent|pct|percentage)(?![a-z])", r"%\1"),
     (r"(?<=[0-9})])\s*(?:«degrees?»|degrees?(?=\s*(?:$|[-+*/,)])))", "°"),
     # 212_{\text{three}}
-    (r"_\{? ?«base ([a-z]+|[0-9]+)» ?\}?", r"_{\1}"),
-    (r"_\{? ?«?([a-z]+)»? ?\}?",
-     lambda match: f"_{{{SPELLED[match[1]]}}}" if match[1] in SPELLED else match[0]),
+    (r"_(\{)? ?«(?:base )?(\w+)» ?(?(1)\})",
+     lambda match: f"_{{{SPELLED.get(match[2], match[2])}}}"),
     # {}_8C_4 and ^8P_4
     (r"(?:\{\}|(?<![A-Za-z0-9)}\]']))[_^]\{?([0-9a-z]{1,3})\}? ?([CP]) ?_\{?([0-9a-z]{1,3})\}?",
      lambda match: rf"\binom{{{match[1]}}}{{{match[3]}}}" + f"{{{match[3]}}}!" * (match[2] == "P")),
-    # \{x \mid x < 3\}, where the condition is all that counts
+    # \{x \mid x < 3\}: only the condition counts
     (r"^\s*\\\{\s*([a-z])\s*(?:=\s*\(-\\infty,\\infty\)\s*)?[|:](?=.*\1)(?=.*(?:[<>]|!=|=\s*[(\[]))"
      r"(.*)\\\}\s*$", r"\2"),
     # 2x for all x
     (r"(?is)(?<=..)(?:(?<=\s)«?|,)(?:for (?:all|every|any|each)\b|\\forall)"
      r"(?!.*\b(?:but|except)\b).*", ""),
-    # other dollar signs, and the sign in front of what is not just a sum of money
-    (r"[$~€£¥₹]", ""),
+    # dollar signs around formulas, and currencies in larger ones
+    (r"[$~€£]", ""),
     # \{\}
     (r"\\\{\s*\\\}", r"\\emptyset "),
-    # 3 (mod 7)
-    (r"(?i)\(\s*\\?mod" + NO_LETTER + r"\s*([^()]{1,20})\)", r"\\mod{\1}"),
     # 6:30 p.m.
     (r"(?i)(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
-    # 1 1/2; not the end of 2^1 1/2, nor of 3/1 1/2
+    # 1 1/2, but not in 2^1 1/2 or 3/1 1/2
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
      r"(\1+\2/\3)"),
     # 5 or 6
@@ -210,15 +167,12 @@ SPELLED["all-real-numbers"] = r"(-\infty,\infty)"
 SPELLED["no-solution"] = SPELLED["no-solutions"] = r"\emptyset"
 
 
-@lru_cache(1_000)  # a group of answers has one gold and one question
+@lru_cache(1_000)  # a group of answers shares its gold answer and its question
 def clean(s: str) -> str:
-    """The same answer without variants of spelling, styling and spacing."""
-    s = s.replace("\f", "\\f").replace("\b", "\\b").strip()  # "\frac" in a text that was unescaped
+    """Removes styling, and brings spelling and spacing to one form."""
     if len(s) > 2 * MAX_ANSWER:
         return s
-    s = WHOLE_BOX.sub(r"\1", END_OF_TURN.sub("", s).strip())
-    s = SCRIPTS.sub(lambda match: "^_"[not match[1]] + f"{{{match[0]}}}", s)  # x⁻² is x^{-2}
-    s = s.translate(UNICODE)
+    s = s.strip().translate(UNICODE)
     for pattern, to in REWRITES:
         s = pattern.sub(to, s)
     s = s.strip(" \n,;")
@@ -227,57 +181,51 @@ def clean(s: str) -> str:
     return SPELLED.get(s.strip("« »").lower().replace(" ", "-"), s)
 
 
-# A unit is a set of words: "5 square miles per hour" has {"2", "mile", "hour"}. Here are the words
-# that are known, synonyms joined by "="; a plural s is allowed after each.
+# A unit is a set of words: {"2", "mile", "hour"} for "5 square miles per hour". "=" joins synonyms;
+# each word may have a plural s.
 UNIT = {}
-for names in """mm=millimeter=millimetre cm=centimeter=centimetre dm=decimeter m=meter=metre
-        km=kilometer=kilometre inch=in=inches foot=feet=ft yard=yd mile=mi unit
-        second=sec=s minute=min hour=hr=h day week month year=yr decade am pm
-        dollar=usd=buck cent=penny=pennies euro pound=lb rupee yuan yen
-        mg=milligram g=gram=gm kg=kilogram ounce=oz ton=tonne
-        liter=litre=l ml=milliliter=millilitre gallon quart pint cup
-        radian=rad celsius fahrenheit watt=w joule=j newton=n volt=v
-        mile/hour=mph km/hour=kmh=kph foot/second=fps
+for names in """mm=millimeter=millimetre cm=centimeter=centimetre m=meter=metre km=kilometer=kilometre
+        inch=in=inches foot=feet=ft yard=yd mile=mi mile/hour=mph unit
+        second=sec=s minute=min hour=hr=h day week month year=yr am pm
+        dollar=usd cent=penny=pennies euro pound=lb mg=milligram g=gram=gm kg=kilogram ounce=oz
+        liter=litre=l ml=milliliter=millilitre gallon quart pint cup radian=rad celsius fahrenheit
         2=square=sq=squared 3=cubic=cu=cubed""".split():
     for word in names.split("="):
         UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = names.split("=")[0]
-# Words that may follow any value, as a known unit may. They are not units: 5 people is 5 students.
-COUNTED = frozenset("per people person student way point time".split())
-# Words that change the value before them: "5 hundredths" is not 5. rewards.py asks for them too.
+# Words that change the value before them: "5 hundredths" is not 5. rewards.py uses them too.
 MULTIPLES = r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|lakh|crore|googol|ten|hal[fv]e?
     |third|over|plus|minus|mod|modulo|pi|factorial|sqrt|(?:[a-z]*(?:teen|tie|illion)|four|fif|six
     |seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th)s?"""
-# Words of an answer that does more than name a value: "5 or less", "5 miles east".
+# Words showing that this is not a plain value plus unit: "5 or less", "5 miles east".
 NOT_UNITS = re.compile(MULTIPLES + r"""|and|or|to|than|more|less|fewer|most|least|none|either|where
     |for|with|negative|sin|cos|tan|log|ln|exp|below|above|under|before|after|ago|short|as|east|west
     |north|south|st|nd|rd|th|doubled|tripled""", re.VERBOSE)
-# Words that say of an answer that it is none, not the only one or of another value: "5 is wrong",
-# "not x = 5", "twice x = 10".
+# Words that negate, hedge or alter an answer: "5 is wrong", "not x = 5", "twice x = 10".
 DOUBT = re.compile(r"""(?i)(?<![a-z\\])(?:not|no(?:\ longer|(?=\ [a-z]\ *=))|never|cannot|neither
     |nor|but|if|except|unless|wrong|false|incorrect|untrue|invalid|impossible|mistaken|rejected
     |excluded|nope|unlikely|doubtful|maybe|perhaps|possibly|might|could|fails|[a-z]+n['’]t|isnt
     |minus|plus|twice|double|triple|half|negative|opposite)(?![a-z])""", re.VERBOSE)
-# Letters that are a product as often as a unit. 5 mg is a unit, but 2mg and \pi hr are none.
+# As often a product as a unit: 5 mg has a unit, but 2mg and \pi hr are products.
 PRODUCTS = frozenset("am pm mg ml gm hr yr".split())
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
-# «cm»^2 and «m»/«s»^2 after anything, cm after a digit or bracket, "square cm" after a space.
+# «cm»^2 and «m»/«s»^2 after anything; cm after a digit or bracket; "square cm" after a space.
 UNIT_END = re.compile(
     rf"(?:«([^«»]*)»|(?:(?<=[0-9)}}%])\s*|\s)({WORDS})){RAISED_UNIT}"
     rf"(?:\s*/\s*(?:«[^«»]*»|[A-Za-z]+){RAISED_UNIT})?\s*\.?$")
-BARE_NUMBER = re.compile(r"[-+]?[0-9.,/:\s]*(\\frac\s*\{[0-9]+\}\s*\{[0-9]+\})?[%°]?")
+BARE_NUMBER = re.compile(r"[-+]?[0-9.,/:\s]*[%°]?")
 
 
 def unit_of(words: str) -> set[str]:
-    """"square miles per hour" -> {"2", "mile", "hour"}. Other words do not count."""
+    """"square miles per hour" -> {"2", "mile", "hour"}. Unknown words are ignored."""
     found = re.findall(r"[a-z]+|[23]", words.lower())
     return {part for word in found if word in UNIT for part in UNIT[word].split("/")}
 
 
 def split_unit(s: str) -> tuple[str, set[str]]:
-    """"12 cm" -> "12" and {"cm"}. A unit is «text», known words, or any few words after a plain
-    number; "20 percent" becomes 20%. Words that change the value ("not", "half") stay where they
-    are, so that the answer cannot be read as if they were not there.
+    """"12 cm" -> "12" and {"cm"}. A unit is «text», known words, or up to four words after a plain
+    number. Words that change the value ("half", "or less") are left in place: without them the
+    answer would mean something else.
     """
     end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
     unit = set()
@@ -285,9 +233,9 @@ def split_unit(s: str) -> tuple[str, set[str]]:
         wrapped, plain = end.groups()
         value = s[:end.start()].strip()
         words = (wrapped or plain or "").lower().strip(" .").replace("/", " ").split()
-        is_known = all(word in UNIT or word.rstrip("s") in COUNTED for word in words)
-        if plain and (not is_known or words[-1] in PRODUCTS):  # "5 men", but not 6xy
-            is_apart = ":" in value or s[end.start(2) - 1].isspace()
+        is_known = all(word in UNIT for word in words)
+        if plain and (not is_known or words[-1] in PRODUCTS):  # 5 men, but not 6xy
+            is_apart = s[end.start(2) - 1].isspace()
             shortest = 4 if not is_apart else 2 if is_known else 3
             if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
                 return s, unit
@@ -300,29 +248,22 @@ def split_unit(s: str) -> tuple[str, set[str]]:
         s = value
     if s.endswith("%"):
         unit = {"%", *unit} - {"thing"}
-    elif s.endswith("°") and not re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)", s):
-        unit = {"degree", *unit} - {"thing"}  # only the reader knows what the sign itself means
+    elif s.endswith("°"):
+        unit = {"degree", *unit} - {"thing"}
     return s, unit
 
 
-def clash(a: set[str], b: set[str]) -> bool:
-    """Are two units different? No unit goes with any unit, and things that are counted with each
-    other: 5 people is 5 students, but not 5 cm.
-    """
-    return bool(a and b) and a != b
-
-
 # -----------------------------------------------------------------------------
-# 2. Numbers: what an answer is at one point
+# 2. Numbers: the value of an answer at one point
 
 class Group(NamedTuple):
-    """Several readings in brackets, or one with a mark that is not part of its value."""
+    """Several readings, or one with a mark such as % that is not part of its value."""
     kind: str              # brackets such as "()" or "(]", "list", "set", "union", "%", "mod", ":"
-    items: list            # a matrix is a tuple of its rows, a column the tuple of its cells
+    items: list            # of a matrix its rows, as tuples; of a column its cells
 
 
 class Side(NamedTuple):
-    """One side of a relation. Its tokens tell whether it is only a name."""
+    """One side of a relation. The tokens show whether it is only a name."""
     value: "Reading"
     tokens: list
 
@@ -330,49 +271,47 @@ class Side(NamedTuple):
 class Relation(NamedTuple):
     """An equation or a chain of inequalities."""
     kind: str              # "eq" for an equation, else "rel"
-    ops: list              # "=", "<", "<=", "!=", "≈"; a chain of > is turned round
+    ops: list              # "=", "<", "<=", "!=" or "≈"; chains of > are reversed
     sides: list            # of Side, one more than ops
 
 
 Reading = Union[Number, Group, Relation]
-# Where the variables lie at the six points. The first two are just below 1, where x^{2004} keeps
-# its digits; the third is just above 1; two have room for differences between functions that agree
-# near 1; the last is large, where 17 - e^x and |12 - x| have changed their sign.
+# The range of the variables at each point. Near 1 even x^{2004} keeps its digits; further away,
+# functions that agree near 1 differ; at the last point 17 - e^x and |12 - x| have changed sign.
 RANGES = ((0.96, 1), (0.96, 1), (1, 1.045), (2, 5), (2, 5), (13, 33))
 
 
 class Point:
-    """Values for the variables at the point number `index`, and the work left to the comparison.
+    """Values for the variables at point number `index`, and the work left for the comparison.
 
-    Six points are enough: two different polynomials practically never agree to 50 digits at one of
-    them. Several are needed for functions that only agree on one side, such as |x| and x. So at
-    the points 1, 3 and 5 some variables are negative, and no two variables (of up to seven) have
-    the same pattern of signs.
+    One point is enough to tell polynomials apart: different ones practically never agree to 50
+    digits. Functions such as |x| and x agree where x is positive. So at points 1, 3 and 5 some
+    variables are negative, each (up to seven) with its own pattern of signs.
     """
 
     def __init__(self, names: set):
-        patterns = (3, 5, 6, 7, 1, 2, 4)  # bits: in which of the points 1, 3, 5 a name is negative
+        patterns = (3, 5, 6, 7, 1, 2, 4)  # bits: at which of the points 1, 3, 5 it is negative
         self.signs = {name: patterns[i % 7] for i, name in enumerate(sorted(names))}
         self.work = MAX_WORK
-        self.factors = {}          # between two equations at the first point, see proportional()
+        self.factors = {}          # of two equations, at the first point: see proportional()
         self.index = 0
 
     def spend(self, amount: int) -> None:
-        """SyntaxError once the work is used up: the answers are too long to compare."""
+        """SyntaxError when no work is left: the answers are too long to compare."""
         self.work -= amount
         if self.work < 0:
             raise SyntaxError("too much work")
 
     def variable(self, name: str) -> Number:
-        """A value that looks random and depends only on the name and the point."""
+        """A pseudorandom value, the same for each name and point."""
         seed = crc32(f"{self.index}:{name}".encode("utf-8", "replace"))
-        low, high = RANGES[self.index % len(RANGES)]
+        low, high = RANGES[self.index]
         value = Number(mp.mpf(low + (high - low) * seed / 2 ** 32))
         is_negative = self.index % 2 and self.signs.get(name, 0) >> self.index // 2 & 1
         return -value if is_negative else value
 
     def compute(self, op: str, x: Reading, y: Reading) -> Reading:
-        """x op y for numbers, and for a tuple and a number."""
+        """x op y of two numbers, or of a tuple and a number."""
         if op == "-":
             return self.compute("+", x, self.compute("*", y, -ONE))
         if y.kind == "()" and op == "*":
@@ -383,7 +322,7 @@ class Point:
         return self.apply(op, x, y, work=20 if op == "^" else 5)
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
-        """A function of numbers, which costs as much as 20 operands."""
+        """A function of numbers. It costs as much as 20 operands."""
         numbers = [number(x) for x in args]
         if name in ("factorial", "binom"):
             work = int(min(numbers[0].size(), 3_000)) // 7 + 120
@@ -392,15 +331,13 @@ class Point:
 
 
 def number(x: Reading) -> Number:
-    """A reading as an operand: 50% becomes 1/2 and 10 mod 7 becomes 3. A set or a tuple becomes an
-    unknown number, so 2\\{1,2\\} equals only itself.
+    """A reading as an operand: 50% is 1/2, 10 mod 7 is 3. A set, a tuple or a relation becomes an
+    unknown number, so that 2\\{1,2\\} equals only itself.
     """
     if x.kind == "number":
         return x
     if x.kind == "%":
         return Number(x.items[0].value / mp.mpf(100))
-    if x.kind in ("eq", "rel"):
-        raise SyntaxError("a relation is not a number")
     return x.items[0] if x.kind == "mod" else Number(unknown(x))
 
 
@@ -408,7 +345,7 @@ def number(x: Reading) -> Number:
 # 3. Reader: plain text -> tokens -> a reading
 
 RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "≈")
-# How tightly operators bind. "beside" is the product of 2x, "mixed" the sum of 1\frac12.
+# How tightly operators bind. "beside" is the product in 2x, "mixed" the sum in 1\frac12.
 RELATION, RATIO, UNION, MOD, SUM, PRODUCT, MIXED, POWER, POSTFIX = range(1, 10)
 BINDING = {
     **dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\mod": MOD,
@@ -422,7 +359,7 @@ CLOSERS = {  # half-open intervals mix round and square brackets
 }
 ENCLOSING = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
 FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
-# What an operand may begin with, and what ends an argument without brackets: \sin 2x \cos y.
+# What can start an operand, and what ends an argument without brackets: \sin 2x \cos y.
 STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
 BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
@@ -440,7 +377,7 @@ TOKEN = re.compile(rf"""\s*(?:
         | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}  # \overline{{AB}}
         | \\(?:{GREEK}){NO_LETTER}{MARKS}                                   # \alpha_1
         | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )                              # blue, x_{{10}}, y'
-    | [0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}}(?![0-9A-Za-z]))? | \.[0-9]+
+    | [0-9]+(?:\.[0-9]+)? | \.[0-9]+
     | \\[A-Za-z]+ | \\\\ | \\[{{}}]
     | !!(?!=) | [<>!]= | \S )""", re.VERBOSE)
 INFINITIES = ("inf", "infty", "oo", "infinity", "Infinity")
@@ -448,8 +385,8 @@ PLAIN_NAMES = sorted([*FUNCTIONS, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
     rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
     rf"|(?<![A-Za-z\\])(?:{'|'.join(INFINITIES)}){NO_LETTER}")
-# Letters that stand alone as an item, and not as a product there: IX is not XI, AB is the name of a
-# line, "no" is not "on". The o tells small words from products; nobody calls a variable o.
+# Letters that form a whole item are a name, not a product: IX is not XI, AB is a line. Lower-case
+# ones only if they contain an o, which no variable is called: "no" is not "on".
 ALONE = re.compile(
     r"(^\s*\{|^|[,;(=])\s*([A-Z]{2,}|[a-z]?o[a-z]|[a-z]{1,2}o)(?=\s*[,;)=]|\s*$|\s*\}\s*$)")
 
@@ -457,8 +394,8 @@ ALONE = re.compile(
 def tokenize(s: str) -> list[str]:
     """Numbers, operators, commands, and names, which begin with "«": «x, «x_10, «f(2), «blue.
 
-    In plain letters pi, inf, sinx and pix are read as in LaTeX, other words of up to three letters
-    are a product (xyz) unless they stand alone, longer ones a name.
+    Without backslashes, pi, inf, sinx and pix are read as in LaTeX. Other words are a product of
+    their letters (xyz), or a name if they have four letters or are an item of their own.
     """
     s = PLAIN_FUNCTION.sub(lambda match: f"\\{match[1] or 'infty'} ", s)
     s = ALONE.sub(r"\1«\2»", s)
@@ -467,10 +404,10 @@ def tokenize(s: str) -> list[str]:
 
 
 class Reader:
-    r"""Reads the tokens of one answer at one point, and computes as it goes.
+    r"""Reads the tokens of one answer, and computes its value at one point on the way.
 
-    Precedence climbing: expression() reads one operand and then every operator that binds tighter
-    than its caller's. Where a parser would build a node "+", infix() adds, so each method returns a
+    Precedence climbing: expression() reads an operand, then each operator that binds tighter than
+    its caller's. Where a parser would build a node "+", infix() adds, so every method returns a
     Reading:
 
         1 + 2 x          expression(0)     1, then "+" binds tighter than nothing
@@ -481,8 +418,8 @@ class Reader:
         self.tokens = [*tokens, ""]  # "" marks the end
         self.point = point
         self.at = 0
-        self.trig = 0                # open arguments of sin, cos, ...: there 30° is an angle
-        self.stops = frozenset()     # tokens that end the operand at hand, as the second | of |x|
+        self.trig = 0                # how many arguments of sin, cos, ... are open: 30° is an angle
+        self.stops = frozenset()     # tokens that end the current operand, such as the | after |x
 
     def peek(self) -> str:
         return self.tokens[self.at]
@@ -498,13 +435,13 @@ class Reader:
         return self.take() if self.peek() in tokens else ""
 
     def rows(self, between: str, after: str, closers: tuple) -> list[list[Reading]]:
-        r"""Rows of items up to a closer: "1,2;3,4", or the cells of a matrix with & and \\."""
+        r"""Rows of items up to a closer, as in "1,2;3,4)" or a matrix with & and \\."""
         rows = [[]]
         while True:
             self.accept("=", "≈")  # "= 5" is 5
             rows[-1].append(self.expression(stops=frozenset(closers)))
             separator = self.accept(between, after)
-            while self.accept(between, after):  # "(1,2), and (3,4)" has two commas after clean-up
+            while self.accept(between, after):  # clean-up makes two commas of ", and"
                 pass
             if not separator or self.peek() in ("", *closers):
                 self.take(*closers)
@@ -513,13 +450,10 @@ class Reader:
                 rows.append([])
 
     def listing(self, closers: tuple) -> list[Reading]:
-        rows = self.rows(",", ";", closers)
-        if len(rows) > 1 and max(map(len, rows)) > 1:
-            return [one_or_list(row) for row in rows]
-        return [item for row in rows for item in row]
+        return [item for row in self.rows(",", ";", closers) for item in row]
 
     def expression(self, floor: int = 0, stops: frozenset | None = None) -> Reading:
-        """One operand, and every operator after it that binds tighter than `floor`."""
+        """An operand, and all operators after it that bind tighter than `floor`."""
         self.point.spend(3)
         outer = self.stops
         self.stops = outer if stops is None else stops
@@ -536,7 +470,7 @@ class Reader:
         return value
 
     def operator(self) -> str:
-        r"""The operator at hand, "" for none; those of 2x and 1\frac12 are "beside" and "mixed"."""
+        r"""The next operator or "". In 2x it is "beside", in 1\frac12 "mixed"."""
         token = self.peek()
         before = self.tokens[self.at - 1]
         if token in self.stops:
@@ -550,7 +484,7 @@ class Reader:
         return "beside" if token in STARTS or token[0] in ("«", *DIGITS) else ""
 
     def infix(self, left: Reading, op: str, start: int) -> Reading:
-        """`left op right`; `start` is the token that `left` begins with."""
+        """`left op right`. `start` is the index of the first token of `left`."""
         compute = self.point.compute
         if op in RELATIONS:
             return self.relation(left, start)
@@ -558,7 +492,6 @@ class Reader:
             before = self.tokens[self.at - 1]
             right = self.expression(BINDING[op])
             is_mixed = op == "mixed" and left == self.literal(before)
-            is_mixed = is_mixed and 0 < number(right).real() < 1
             return compute("+" if is_mixed else "*", left, right)
         if op == ":":
             return self.ratio(left, start)
@@ -568,10 +501,10 @@ class Reader:
             return compute("^", left, right)
         if op == "!":
             return self.point.apply("factorial", left)
-        if op == "%":  # of all so far: 3\frac14%
+        if op == "%":  # applies to all of 3\frac14%
             self.point.spend(5)
             return Group("%", [number(left)])
-        if op == "°":  # counts only where the degrees are the argument of a function
+        if op == "°":  # matters only in sin, cos, ...: elsewhere 30° is 30
             return compute("/", compute("*", left, PI), Number(180)) if self.trig else left
         right = self.expression(BINDING[op])
         if op == r"\setminus":
@@ -585,8 +518,8 @@ class Reader:
         return Group("mod", [value, right]) if op == r"\mod" else value
 
     def ratio(self, left: Reading, start: int) -> Reading:
-        """2:3 is the number 2/3. The three parts of 1:2:3 are a group of their own kind, and so are
-        hours and minutes: 10:30 is neither 1/3 nor the tuple (10, 30).
+        """2:3 is the number 2/3. Three parts are a group, and so are hours and minutes: 10:30 is
+        neither 1/3 nor (10, 30).
         """
         items = [left]
         while self.accept(":"):
@@ -597,8 +530,8 @@ class Reader:
         return self.point.compute("/", *items)
 
     def relation(self, left: Reading, start: int) -> Reading:
-        """A chain of equalities is left = value, or its value if every side is a number: the last
-        one before an approximation. If two of the numbers disagree (41 = 42), it has no value.
+        """A chain of equalities becomes left = last value, or just the value if all sides are
+        numbers. Approximations after a value are dropped. SyntaxError if numbers disagree: 41 = 42.
         """
         ops = []
         sides = [Side(left, self.tokens[start:self.at])]
@@ -622,7 +555,7 @@ class Reader:
         return Relation("eq", ["="], [sides[0], sides[-1]])
 
     def primary(self) -> Reading:
-        """A number, a name, or whatever begins with a bracket or a command."""
+        """A number, a name, or anything that begins with a bracket or a command."""
         token = self.take()
         if token[:1] in DIGITS:
             return self.literal(token)
@@ -647,7 +580,7 @@ class Reader:
     def literal(self, token: str) -> Number:
         decimals = token.partition(".")[2]
         if not decimals.isdigit():
-            return Number(settle(mp.mpf(token)) if "e" in token.lower() else int(token))
+            return Number(int(token))
         digits = len(token.replace(".", "").lstrip("0"))
         return Number(settle(mp.mpf(token)), digits, mp.mpf(10) ** -len(decimals))
 
@@ -655,24 +588,20 @@ class Reader:
         items = self.listing(CLOSERS[opener])
         closer = self.tokens[self.at - 1]
         kind = {"{": "list", r"\{": "set", r"\langle": "()"}.get(opener, opener + closer)
-        if kind == "set" and any(item.kind == "rel" for item in items):
-            raise SyntaxError("a set of conditions")  # \{x : x > 3\}
-        if kind == "[]" and all(item.kind == "[]" for item in items):  # [[1, 2], [3, 4]]
-            return Group("()", [Group("()", row.items) for row in items])
         return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else Group(kind, items)
 
     def argument(self) -> Reading:
-        r"""An argument as LaTeX takes it: a group, or one digit or token (\frac12, \frac1{72})."""
+        r"""An argument as in LaTeX: a group, or a single digit or token (\frac12, \frac1{72})."""
         token = self.peek()
         if len(token) > 1 and token.isdigit():
             self.tokens[self.at] = token[1:]
             return self.literal(token[0])
-        return self.expression(POSTFIX)  # nothing binds tighter, so this is one operand
+        return self.expression(POSTFIX)  # nothing binds tighter: one operand
 
     def function(self, name: str, opener: str = "") -> Reading:
-        r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|; the name or the first | is taken."""
+        r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|. The name or the first | has been read."""
         if name == "sqrt":
-            [degree] = self.listing(("]",)) if self.accept("[") else [TWO]
+            [degree] = self.listing(("]",)) if self.accept("[") else [Number(2)]
             exponent = self.point.compute("/", ONE, degree)
             return self.point.compute("^", self.expression(POSTFIX), exponent)
         marks = {}  # base and exponent
@@ -692,7 +621,7 @@ class Reader:
         if name in ("floor", "ceil") and names_in(self.tokens[start:self.at]):
             name += " of a variable"
         if name == "log" and not marks and len(arguments) == 1:
-            marks["_"] = TEN
+            marks["_"] = Number(10)
         value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
@@ -715,13 +644,14 @@ def one_or_list(items: list[Reading]) -> Reading:
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
-# Digits with hyphens or slashes that are not arithmetic: 2023-01-05, 1/5/2023, 555-123-4567.
+
+# Digits with hyphens or slashes that are not arithmetic: 2023-01-05, 1/5/2023, 555-123-4567, 5-10.
 CODE = re.compile(r"(?:^|[=,;(])\s*[0-9]+([-/])[0-9]+\1[0-9]+\s*(?=$|[,;)])")
-RANGE = re.compile(r"([0-9]+)\s*-\s*([0-9]+)")
+RANGE = re.compile(r"([0-9]{1,20})\s*-\s*([0-9]{1,20})")
 
 
 def join_thousands(s: str) -> str:
-    """1,234 -> 1234, but in brackets it stays two items: (100,200) is a point."""
+    """1,234 -> 1234. In brackets these are two items: (100,200) is a point."""
     depth = 0
     parts = re.split(r"(\\[{}]|\\[lr]angle|[()\[\]])", s)
     for i, part in enumerate(parts):
@@ -734,13 +664,13 @@ def join_thousands(s: str) -> str:
 
 
 class Answer:
-    r"""A clean text as a function of its variables. One with \pm has a branch for each sign."""
+    r"""A cleaned answer as a function of its variables. \pm makes two branches."""
 
     def __init__(self, s: str):
         s = join_thousands(s)
         span = RANGE.fullmatch(s)
-        if CODE.search(s) or span and len(s) < 40 and int(span[1]) < int(span[2]):
-            raise SyntaxError("a date, a telephone number or a range, no difference")
+        if CODE.search(s) or span and int(span[1]) < int(span[2]):
+            raise SyntaxError("a date, a telephone number or a range")
         upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
         lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
         self.branches = [tokenize(text) for text in dict.fromkeys((upper, lower))]
@@ -750,9 +680,7 @@ class Answer:
         items = []
         for tokens in self.branches:
             branch = Reader(tokens, point).listing(("",))
-            items += [item for item in branch if repr(item) not in map(repr, items)]  # one 0, \pm 2
-        if len(items) == len(self.branches) and all(item.kind == "set" for item in items):
-            return Group("set", [x for item in items for x in item.items])
+            items += [item for item in branch if repr(item) not in map(repr, items)]  # 0, \pm 2
         return one_or_list(items)
 
 
@@ -769,7 +697,7 @@ def names_in(tokens: list[str]) -> set[str]:
 
 
 def label(tokens: list[str]) -> tuple[str, ...]:
-    """The tokens of a side that is only a name: x, f(x), AB, (x, y), |AB|; else ()."""
+    """The tokens of a side that is only a name, such as x, f(x), AB, (x, y) or |AB|; else ()."""
     is_name = all(token in LABEL_MARKS or token[0] == "«" and CONSTANTS.get(token, E) is E
                   for token in tokens)  # e may be a name, i and \pi may not
     return tuple(tokens) if is_name else ()
@@ -779,8 +707,8 @@ PLAIN = re.compile(rf"«(?:\\(?:{GREEK})|[A-Za-z])(?:\([a-z]\))?")  # x, \theta,
 
 
 def may_rename(a: tuple, b: tuple) -> bool:
-    """May two labels name one thing? x and k may, f(x) and y, x_1 and x. Names of different things
-    may not: x_1 and x_2, f(0) and f(1), y and y', AB and AC, (x, y) and (y, x).
+    """Can two labels name the same thing? x and k can, f(x) and y, x_1 and x. But x_1 and x_2 are
+    different things, and so are f(0) and f(1), y and y', AB and AC, (x, y) and (y, x).
     """
     x, y = "".join(a), "".join(b)
     are_plain = PLAIN.fullmatch(x) and PLAIN.fullmatch(y)
@@ -788,8 +716,8 @@ def may_rename(a: tuple, b: tuple) -> bool:
 
 
 def same_number(a: Reading, b: Reading, point: Point) -> bool:
-    """50% is 50%, 0.5 and also 50, since the sign is often in the question. But 0.5% is not 0.5,
-    and 2500% is not 25: an answer of 50% or 25% would be 100 times off. 3 mod 7 is 10 mod 7 and 3.
+    """50% is 0.5 and also 50, because the question often has the sign. But 0.5% is not 0.5, and
+    2500% is not 25: there an answer could be wrong by a factor of 100. 3 mod 7 is 10 mod 7 and 3.
     """
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False
@@ -803,14 +731,12 @@ def same_number(a: Reading, b: Reading, point: Point) -> bool:
 
 
 def rounds_to(decimal: Number, x: Number) -> bool:
-    """A written decimal of six or more digits stands for the value x that it rounds."""
-    if not 6 <= decimal.digits <= 50:  # more than 50 digits are as good as all
-        return False
-    return settle(2 * abs(x.value - decimal.value) / decimal.unit) <= 1
+    """A decimal of six digits or more stands for any value x that rounds to it."""
+    return decimal.digits >= 6 and settle(2 * abs(x.value - decimal.value) / decimal.unit) <= 1
 
 
 def same(a: Reading, b: Reading, point: Point) -> bool:
-    """Are two readings the same answer at this point? Symmetric in a and b."""
+    """Are two readings equal at this point? Symmetric in a and b."""
     point.spend(1)
     a, b = sorted((a, b), key=lambda x: list(RULES).index(x.kind))
     return RULES[a.kind](a, b, point)
@@ -821,7 +747,7 @@ def in_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
 
 
 def in_any_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
-    """One to one: 2, 3, 3 is 3, 2, 3, but not 2, 2, 3."""
+    """Matches one to one: 2, 3, 3 is 3, 2, 3 but not 2, 2, 3."""
     if len(a) != len(b):
         return False
     left = list(b)
@@ -834,15 +760,16 @@ def in_any_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
 
 
 def distinct(items: list[Reading], point: Point) -> list[Reading]:
-    """For sets and unions, where a repeated member says nothing."""
+    """Without repeats, for sets and unions."""
     return [x for i, x in enumerate(items) if not any(same(x, y, point) for y in items[:i])]
 
 
-# The rules of RULES: `a` is of the rule's kind, `b` of the same or of a later one.
+# The functions in RULES: `a` has the kind of the rule, `b` the same kind or a later one.
 
 def same_relation(a: Relation, b: Reading, point: Point) -> bool:
-    """Equations up to a factor, or up to the name of what is found: x = 5, k = 5 and 5 = x are one.
-    Inequalities up to direction and a positive factor; longer chains side by side.
+    """Equations may differ by a factor or in the name of the unknown: x = 5, k = 5 and 5 = x are
+    equal. Inequalities may differ in direction and by a positive factor. Longer chains are compared
+    side by side.
     """
     if b.kind != a.kind:
         name, value = named(a)
@@ -854,25 +781,21 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
     if len(a.ops) > 1:
         return in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
     sides = a.sides + b.sides
-    if a.kind == "eq" and same_left(sides, point) and same(sides[1].value, sides[3].value, point):
+    if a.kind == "eq" and same_left(sides) and same(sides[1].value, sides[3].value, point):
         return True
     return proportional(sides, a.ops[0], point)
 
 
-def same_left(sides: list[Side], point: Point) -> bool:
-    """Do sides 0 and 2, the left ones, name or say the same, so that the right ones decide?"""
+def same_left(sides: list[Side]) -> bool:
+    """Do the left sides, 0 and 2, name the same thing, so that the right ones decide?"""
     left, left_value, other, other_value = (label(side.tokens) for side in sides)
-    if not left or not other or left_value and other_value:
-        return False
-    # x/y and x:y, xy and yx: one value is proof enough, except for |x| and x.
-    return may_rename(left, other) or (
-        names_in(left) == names_in(other) and left.count("|") == other.count("|")
-        and same(sides[0].value, sides[2].value, point))
+    are_names = left and other and not (left_value and other_value)
+    return bool(are_names) and may_rename(left, other)
 
 
 def proportional(sides: list[Side], op: str, point: Point) -> bool:
-    """Is (side 0 - side 1) the same multiple of (side 2 - side 3) at all points? The multiple must
-    be positive for < and <=. So 2x + 2y = 6 is x + y = 3; but 2x = 6 is not solved, so no x = 3.
+    """Is (side 0 - side 1) the same multiple of (side 2 - side 3) at all points, and a positive one
+    for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
     """
     names = [names_in(side.tokens) for side in sides]
     one_form = len(names[0] | names[1]) > 1 or is_solved(sides[:2]) == is_solved(sides[2:])
@@ -894,7 +817,7 @@ def is_solved(sides: list[Side]) -> bool:
 
 
 def total(equation: Relation) -> Reading | None:
-    """m + n = 116 -> 116, since problems ask for m + n. None where the left is no sum of names."""
+    """m + n = 116 -> 116: problems ask for m + n. None if the left is not a sum of names."""
     left, right = equation.sides
     names = [token for token in left.tokens if token not in ("+", "-")]
     is_sum = label(names) and len(names_in(names)) > 1 and left.tokens[0] == names[0]
@@ -916,8 +839,8 @@ def interval(relation: Relation) -> Group | None:
 
 
 def named(x: Reading) -> tuple[tuple, Reading]:
-    """x = 5 and 5 = x -> the label ("«x",) and 5; other readings have the label (). Of these an
-    equation is not a value: x + y = 5, x - y = 1 are not 5 and 1.
+    """x = 5 and 5 = x -> the label ("«x",) and 5. Other readings have the label (), and an equation
+    among them has no value: x + y = 5, x - y = 1 are not 5, 1.
     """
     if x.kind == "eq":
         for side, other in (x.sides, reversed(x.sides)):
@@ -928,10 +851,10 @@ def named(x: Reading) -> tuple[tuple, Reading]:
 
 
 def same_collection(a: Group, b: Reading, point: Point) -> bool:
-    """Lists and sets, against each other or against one answer of several parts.
+    """Lists and sets, with each other or with a tuple or a single value.
 
-    Named values (x = 1, y = 2) match by name, or in order against other names or none. Those of one
-    name (x = 1, x = 2 or x_1, x_2) are as good as a list without names.
+    Named values (x = 1, y = 2) match by name, or in order if the other names differ or are missing.
+    Values of one name (x = 1, x = 2 or x_1, x_2) are compared like a list without names.
     """
     if b.kind == "union":  # x < 1 or x > 2
         return in_any_order(a.items, b.items, point)
@@ -950,18 +873,14 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
     families = [{"".join(name).partition("_")[0] for name in part} for part in (names, other_names)]
     if any("" not in part and len(part) > 1 for part in families):
         return in_order(values, others, point)
-    if in_any_order(values, others, point):
-        return True
-    if a.kind == "set":
-        values = distinct(values, point)
-    if b.kind == "set":
-        others = distinct(others, point)
-    return "set" in (a.kind, b.kind) and in_any_order(values, others, point)
+    values = distinct(values, point) if a.kind == "set" else values
+    others = distinct(others, point) if b.kind == "set" else others
+    return in_any_order(values, others, point)
 
 
 def same_brackets(a: Group, b: Reading, point: Point) -> bool:
-    """Unions, ratios, intervals, tuples. Brackets count, but three values or more are a tuple in
-    round and in square ones.
+    """Unions, ratios, intervals and tuples. The kind of bracket matters, except around three values
+    or more, which are always a tuple.
     """
     if a.kind == "union":
         return b.kind == "union" and in_any_order(
@@ -978,8 +897,8 @@ RULES = {
 
 
 def same_function(a: Answer, b: Answer) -> bool:
-    """Equal at all of six points. A point where either has no value (a pole, lost digits) says
-    nothing, so it is skipped and another is tried; three points must be left.
+    """Equal at six points. Those where one has no value (a pole, lost digits) are skipped, but
+    three must be left.
     """
     if a.branches == b.branches:
         return True
@@ -988,14 +907,14 @@ def same_function(a: Answer, b: Answer) -> bool:
     if not names:
         return same(a.at(point), b.at(point), point)
     found = 0
-    while point.index < 2 * len(RANGES) and found < len(RANGES):
+    for index in range(len(RANGES)):
+        point.index = index
         try:
             if not same(a.at(point), b.at(point), point):
                 return False
             found += 1
         except (ArithmeticError, ValueError):
             pass
-        point.index += 1
     return found >= 3
 
 
@@ -1004,16 +923,16 @@ CHOSEN = re.compile(r"[«( ]*([A-H]) ?[).:][\s»]+((?:(?!\b[A-H]\b)[^,;])+)")
 # SyntaxError: also too much work; RecursionError: too deep; TypeError: sin(1, 2)
 UNREADABLE = (SyntaxError, ArithmeticError, ValueError, RecursionError, TypeError)
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
-# Letters that may be a product, in which order does not count: ab is ba, nR is Rn, xyz is zyx. But
-# words have vowels, and orders of things capitals or three letters: no, IX, BCA, bca.
+# Letters that may be a product, in any order: ab is ba, nR is Rn, xyz is zyx. Words and sequences
+# keep their order: no, bca, IX, BCA.
 PRODUCT = re.compile(r"[a-np-z]\s*[A-NP-Za-np-z]|[A-NP-Z]\s*[a-np-z]|[b-df-hj-np-tv-z\s]+")
 
 
 def word_key(s: str) -> str:
-    """Letters of an answer in words or of a choice, "(c)" -> "C"; empty for anything else. Capitals
-    do not count in longer words, nor at the beginning; but r is not R, nor AB ab.
+    """The letters of an answer in words, or of a choice: "(c)" -> "C". Empty for other answers.
+    Case is ignored in long words and initials, but not in short names: r is not R, AB is not ab.
     """
-    bare = re.sub(r"[«»\s(){}.\"]|'(?=[a-z])|(?<=[a-z])-", "", s)
+    bare = re.sub(r"[«»\s(){}.\"]", "", s)
     if not bare.isalpha() or bare in ("pi", *INFINITIES):
         return ""
     if len(bare) == 1:  # (c) is a choice
@@ -1022,21 +941,21 @@ def word_key(s: str) -> str:
 
 
 def is_equal(pred: str, gold: str) -> bool:
-    """Is the answer `pred` the answer `gold`? Symmetric, bounded in time, never raises.
+    """Is the answer `pred` equal to the answer `gold`? Symmetric, bounded in time, never raises.
 
-    False where one cannot be read, unless both are the same text. Nothing equals an empty answer.
+    An answer that cannot be read equals only its own text. Nothing equals an empty answer.
     """
     if pred == gold:
         return pred.strip() != ""
     try:
-        a, b = map(clean, sorted((pred, gold)))  # so that the order cannot matter
+        a, b = map(clean, sorted((pred, gold)))  # sorted: the order cannot matter
         return same_answer(a, b)
     except UNREADABLE:
         return False
 
 
 def same_answer(a: str, b: str) -> bool:
-    """Compares two clean texts: as text, as words, then as functions of their variables."""
+    """Compares two cleaned answers: as text, as words, then as functions of their variables."""
     if not a or not b or max(len(a), len(b)) > MAX_ANSWER:
         return a == b != ""
     if GAPS.sub("", a) == GAPS.sub("", b):
@@ -1053,15 +972,17 @@ def same_answer(a: str, b: str) -> bool:
     for one, other in ((a, b), (b, a)):
         based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*([0-9]+)\s*\}?", one)
         if based and based[1] == other and int(max(other)) < int(based[2]):
-            return True  # 52_8 = 52: the base is often in the question; but there is no 4_2
+            return True  # 52_8 = 52: the question often has the base; but 4_2 is no number
     (a, unit), (b, other_unit) = split_unit(a), split_unit(b)
-    is_other_time = ":" in a and unit != other_unit  # 10:30 am, pm or at night?
-    return not (is_other_time or clash(unit, other_unit)) and same_function(Answer(a), Answer(b))
+    # 5 cm is 5 but not 5 m; 5 people is 5 students but not 5 cm; 10:30 am is not 10:30
+    if unit != other_unit and (unit and other_unit or ":" in a):
+        return False
+    return same_function(Answer(a), Answer(b))
 
 
 def can_read(gold: str) -> bool:
-    """Can a gold be compared with other spellings of itself? prompts.py leaves out those that
-    could only be matched letter by letter.
+    """Can this gold answer be compared with other spellings of itself? prompts.py skips problems
+    whose answer equals only its own text.
     """
     try:
         s = clean(gold)
@@ -1070,4 +991,4 @@ def can_read(gold: str) -> bool:
             answer.at(Point(answer.names))
         return 0 < len(s) <= MAX_ANSWER
     except UNREADABLE as error:
-        return isinstance(error, ArithmeticError)  # it can be read, but this point is a pole
+        return isinstance(error, ArithmeticError)  # readable, but this point is a pole

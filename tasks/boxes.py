@@ -1,22 +1,21 @@
 r"""
-Finds the boxes of a text: last_box(r"so \boxed{\frac12}.") is r"\frac12".
+Finds the boxed answer in a text: last_box(r"so \boxed{\frac12}.") is r"\frac12".
 
-Completions and the worked solutions of MATH have their answers in there.
+Completions and the solutions in MATH put their answers into boxes.
 """
 import re
 
 BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
 BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}+")
-# \{ and \} are text, not braces, and so is the second backslash of a line break; but \\boxed in a
-# text that was escaped twice is a box.
+# \{ and \} are text, not braces. \\ is a line break, except in \\boxed, which was escaped twice.
 ESCAPED = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]")
 BARE_WORD = re.compile(r"[-\w.,/]*\w")  # the 5 of "\boxed 5"
-# What may stand between two boxes that are one answer, as in "\boxed{2} and $y=\boxed{3}$".
-# Prose, a full stop or a line break make the last box the answer.
+# What may separate boxes that are one answer, as in "\boxed{2} and $y=\boxed{3}$". After prose, a
+# full stop or a line break only the last box is the answer.
 JOINER = re.compile(r"""(?: [ ,;$&] | \\q?quad | \\[,;:!\ ()\[\]] | and | or
     | \\(?:text|mbox|textrm)\s*\{[\s,]*(?:and|or)?[\s,]*\}
     | [A-Za-z](?:_\{?\w{1,3}\}?)?\s*= )*""", re.VERBOSE)
-# What negates a box (here #), before or after it: "It is not \boxed{5}", "\boxed{5} is wrong".
+# Words before or after a box (here #) that negate it: "It is not \boxed{5}", "\boxed{5} is wrong".
 DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\neq? | ≠ )
     (?: \s+ (?:be|equals?|to|the|an?|answer|value|really|certainly|simply|just|exactly) )*
     [\s$(\[{\\:]* \#
@@ -29,10 +28,12 @@ DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\ne
 
 
 def last_box(text: str) -> str:
-    """Content of the last complete, non-empty box, or ""; neighbouring boxes become one list."""
-    found = []  # contents and what joins them, from the right
-    begin = None  # of the box to the right
-    last = 0  # the end of the last box
+    """The content of the last box that is closed and not empty, or "". Neighboring boxes become one
+    list, and a negated box gets a "not".
+    """
+    found = []  # contents and the words between them, from right to left
+    begin = None  # where the box to the right begins
+    last = 0  # where the last box ends
     for start, content, content_end, end in sorted(complete_boxes(text), reverse=True):
         if not text[content:content_end].strip():
             continue
@@ -53,15 +54,13 @@ def last_box(text: str) -> str:
 
 
 def complete_boxes(text: str) -> list[tuple[int, int, int, int]]:
-    r"""(start, start of the content, end of the content, end) of each box that closes, and of each
-    "\boxed 5".
+    r"""(start, start of content, end of content, end) of each closed box and each "\boxed 5".
 
-    One pass over the runs of braces, because 100,000 nested ones are a known attack. `depth` counts
-    the open braces; a box is closed when it falls back to what it was outside of the box.
+    A single pass over runs of braces: a text may have 100,000 nested ones.
     """
     found = []
-    opened = []  # boxes: braces outside, start, start of the content
-    depth = 0
+    opened = []  # of each open box: depth outside, start, start of the content
+    depth = 0  # open braces; a box closes when it is back at the depth outside
     masked = ESCAPED.sub("##", text)
     first = re.search(BOX, text)
     for part in BOX_OR_BRACES.finditer(masked, first.start() if first else len(text)):
@@ -72,7 +71,7 @@ def complete_boxes(text: str) -> list[tuple[int, int, int, int]]:
             depth -= end - start
             while opened and opened[-1][0] >= depth:
                 outside, box_start, content = opened.pop()
-                close = end - 1 - (outside - depth)  # of this box: a run may close several
+                close = end - 1 - (outside - depth)  # one run may close several boxes
                 found.append((box_start, content, close, close + 1))
         elif masked.startswith("{", end):
             opened.append((depth, start, end + 1))

@@ -1,17 +1,15 @@
 """
 Arithmetic for the grader: exact integers, and complex numbers of 100 digits by mpmath.
 
-Floats cannot decide whether two answers are equal: e^(pi*sqrt(163)) and 262537412640768744 agree in
-30 digits and differ. Here two numbers are equal if 50 digits agree. The other 50 leave room for
-rounding errors, so answers are never merely "close".
+Floats cannot tell whether two answers are equal: e^(pi*sqrt(163)) and 262537412640768744 differ,
+but agree in 30 digits. Here two numbers are equal if 50 digits agree; the other 50 absorb rounding
+errors. Two rules keep this sound:
 
-Two rules keep that true:
+    integers        are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}
+    lost digits     10^60 * pi + 1 would keep too few digits of the 1. Such a sum has no value,
+                    instead of a wrong one
 
-    integers        They are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}.
-    lost digits     10^60 + 1 would keep the 1, 10^60 * pi + 1 would not keep enough of it. A sum
-                    whose smaller term has lost its digits has no value instead of a wrong one.
-
-Work is bounded: exponents, factorials and the arguments of functions have limits.
+Exponents, factorials and function arguments have limits, so work is bounded.
 """
 import math
 from collections.abc import Callable
@@ -20,30 +18,30 @@ from zlib import crc32
 
 from mpmath import MPContext, mpc, mpf
 
-mp = MPContext()                 # not mpmath's own, whose precision others may change
+mp = MPContext()                 # our own: other code may change the precision of mpmath.mp
 mp.dps = 100
-Value = Union[int, mpf, mpc]     # an int if it is whole
+Value = Union[int, mpf, mpc]     # integers are always int
 
-ROUNDING = mp.mpf("1e-50")       # relative: a smaller difference is nothing but rounding
-LOST = mp.mpf("1e-45")           # a term this much smaller than the other has lost its digits
-MAX_WHOLE = 10 ** 45             # the largest integer whose last digit can be trusted
+ROUNDING = mp.mpf("1e-50")       # relative; smaller differences are rounding errors
+LOST = mp.mpf("1e-45")           # relative; a smaller term of a sum has lost its digits
+MAX_WHOLE = 10 ** 45             # floor: the last digit of a larger number may be wrong
 MAX_BITS = 6_600                 # of a power of integers: 2,000 digits
 MAX_FACTORIAL = 3_000
-MAX_ARGUMENT = 10 ** 25          # of a function: a full turn leaves enough digits of such an angle
+MAX_ARGUMENT = 10 ** 25          # of a function: such an angle still has enough digits mod 2 pi
 
 
 class Number(NamedTuple):
-    """A number in an answer. Of a decimal: how many `digits` it was written with, counted from the
-    first that is not 0, and the `unit` of the last one; 0 for whatever else. digits -1: infinity.
+    """A number in an answer. A decimal also has its count of significant `digits` and the `unit` of
+    the last one, 0.01 in 3.14. Both are 0 for other numbers; infinity has digits -1.
     """
     value: Value
     digits: int = 0
     unit: Value = 0
 
-    kind = "number"              # answers.py asks every reading for its kind
+    kind = "number"              # as every reading in answers.py has
 
     def __eq__(self, other: "Number") -> bool:
-        """Equal up to rounding, integers exactly."""
+        """Equal up to rounding errors; integers are compared exactly."""
         x, y = self.value, other.value
         if isinstance(x, int) and isinstance(y, int):
             return x == y
@@ -62,20 +60,20 @@ class Number(NamedTuple):
 
 
 def settle(z: Value) -> Value:
-    """The value without the dust of rounding: 3 + 1e-99 becomes 3, and 5 + 1e-99 i becomes 5."""
+    """Removes rounding errors: 3 + 1e-99 becomes 3, and 5 + 1e-99 i becomes 5."""
     if isinstance(z, int):
         return z
     if not mp.isfinite(z):
         raise ZeroDivisionError("no value")
     dust = ROUNDING * abs(z)
     if abs(z.imag) > dust:
-        return mp.mpc(z.real if abs(z.real) > dust else 0, z.imag)
+        return z
     is_long = abs(z.real) > 10 ** (mp.dps - 5)
     return z.real if is_long or abs(z.real - mp.nint(z.real)) > dust else int(mp.nint(z.real))
 
 
 def unknown(*key) -> Value:
-    """A number between 4096 and 8192, made from `key`, for what has no value to compute with."""
+    """A number between 4096 and 8192 that depends on `key`, for what has no value of its own."""
     texts = [mp.nstr(x, 40) if isinstance(x, (mp.mpf, mp.mpc)) else repr(x) for x in key]
     text = " ".join(texts)
     return mp.mpf(2 ** 32 + crc32(text.encode("utf-8", "replace"))) / 2 ** 20
@@ -85,7 +83,7 @@ def unknown(*key) -> Value:
 # Functions by name
 
 def add(x: Value, y: Value) -> Value:
-    """The sum; ArithmeticError if the smaller term has lost its digits."""
+    """x + y. ArithmeticError if the smaller term has lost its digits."""
     if isinstance(x, int) and isinstance(y, int):
         return x + y
     small, large = sorted((abs(x), abs(y)))
@@ -101,8 +99,8 @@ def divide(x: Value, y: Value) -> Value:
 
 
 def limited(function: Callable, least: Value = 0) -> Callable:
-    """`function` of arguments that keep enough digits: the cosine of 1e-60 would be 1. A value of
-    less than `least` is 0.
+    """`function`, with an ArithmeticError for arguments that lose digits: cos(1e-60) would be 1.
+    Values below `least` become 0.
     """
     def checked(z):
         if z and not LOST <= abs(z) <= MAX_ARGUMENT:
@@ -113,19 +111,19 @@ def limited(function: Callable, least: Value = 0) -> Callable:
 
 
 exp = limited(mp.exp)
-sin = limited(mp.sin, ROUNDING)  # the sine of pi is a rounding error
+sin = limited(mp.sin, ROUNDING)  # of pi it is a rounding error
 cos = limited(mp.cos, ROUNDING)
 
 
 def ln(z: Value) -> Value:
-    if z == 0:                   # mpmath's is -infinity, by which one could go on to divide
+    if z == 0:                   # mpmath returns -infinity, and 1 / ln 0 would be 0
         raise ZeroDivisionError("no value")
     return mp.log(z)
 
 
 def power(x: Value, n: Value) -> Value:
-    """x to the n, roots included. An odd root of a negative number is the real one taught at
-    school, so (-8)^{1/3} = -2, although exp(n ln x) would be complex.
+    """x to the n, including roots. Odd roots of negative numbers are real, as taught at school:
+    (-8)^{1/3} is -2, where exp(n ln x) would be complex.
     """
     if isinstance(n, int) and abs(n) <= MAX_BITS:
         is_exact = isinstance(x, int) and 0 <= n * x.bit_length() <= MAX_BITS  # 0^0 is 1
@@ -133,7 +131,7 @@ def power(x: Value, n: Value) -> Value:
     if x == 0:
         return 0 if n > 0 else divide(1, 0)
     is_negative = not isinstance(x, mp.mpc) and x < 0
-    for degree in range(1, 20, 2) if is_negative else ():  # has n this odd denominator?
+    for degree in range(1, 20, 2) if is_negative else ():  # is it the denominator of n?
         times = settle(n * degree)
         if isinstance(times, int):
             root = power(-x, n)
@@ -153,32 +151,15 @@ def modulo(x: Value, n: Value) -> Value:
     return add(x, -n * floor(divide(x, n)))
 
 
-def step(x: Value) -> Value:
-    r"""Replaces floor(x) where x varies: x minus some function of its fraction.
-
-    Floor itself takes too few values to tell \lfloor\sqrt n - 0.5\rfloor from
-    \lfloor\sqrt n - 0.2\rfloor at six points. This takes as many values as x, and still
-    floor(x + 1) = floor(x) + 1, and floor(x) = x for an integer x.
-    """
-    part = settle(x - floor(x))
-    return x - unknown(f"{float(part):.6f}") / 2 ** 14 if part else x
-
-
 def factorial(n: Value) -> Value:
-    """n!, which the gamma function continues to numbers that are not whole."""
+    """n!, or the gamma function of n + 1 if n is not an integer."""
     if abs(Number(n).real()) > MAX_FACTORIAL:
         raise ArithmeticError("too large")
     return math.factorial(n) if isinstance(n, int) and n >= 0 else mp.factorial(n)
 
 
-def binomial(n: Value, k: Value) -> Value:
-    if isinstance(n, int) and isinstance(k, int) and 0 <= n <= MAX_FACTORIAL:
-        return math.comb(n, k) if k >= 0 else 0
-    return divide(factorial(n), factorial(k) * factorial(add(n, -k)))
-
-
 def gcd(*numbers: Value) -> Value:
-    """Of numbers that are not whole it is an unknown, which equals only itself."""
+    """An unknown number, which equals only itself, unless all numbers are integers."""
     if all(isinstance(x, int) for x in numbers):
         return math.gcd(*numbers)
     return unknown("gcd", *sorted(numbers, key=abs))
@@ -207,23 +188,24 @@ FORMULAS = {
     "min": lambda *args: min(args, key=lambda x: Number(x).real()),
     "floor": floor,
     "ceil": lambda x: -floor(-x),
-    "floor of a variable": step,
-    "ceil of a variable": lambda x: -step(-x),
+    # floor takes too few values to tell functions apart at six points
+    "floor of a variable": lambda x: unknown("floor", x),
+    "ceil of a variable": lambda x: -unknown("floor", -x),
     "factorial": factorial,
-    "binom": binomial,
+    "binom": lambda n, k: divide(factorial(n), factorial(k) * factorial(add(n, -k))),
     "gcd": gcd,
 }
 
-ONE, TWO, TEN = map(Number, (1, 2, 10))
+ONE = Number(1)
 I = Number(mp.mpc(0, 1))
 PI = Number(mp.pi + 0)
 E = Number(mp.exp(1))
-INFINITY = Number(unknown("infinity"), digits=-1)  # equals itself; nothing is computed with it
+INFINITY = Number(unknown("infinity"), digits=-1)  # equals itself, and has no arithmetic
 
 
 def apply_function(name: str, args: list[Number]) -> Number:
-    """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits. ArithmeticError if it has
-    no value, or one that is too large to compute.
+    """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits. ArithmeticError if there
+    is no value or it is too large to compute, SyntaxError for unknown names.
     """
     if name not in FORMULAS:  # arcsec
         raise SyntaxError(f"no function {name}")

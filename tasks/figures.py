@@ -1,8 +1,8 @@
 """
-Accuracy figures from graded answers: pass@k and intervals.
+Accuracy figures of graded answers: pass@k and intervals.
 
-    figures = evaluation_figures(rows, samples)     rows as evaluate.py --out writes them
-    entropy = sampler_entropy(rows)                 rows of sampled answers, also those of train.py
+    figures = evaluation_figures(rows, samples)     rows of evaluate.py --out
+    entropy = sampler_entropy(rows)                 sampled rows, of evaluate.py or train.py
 
 A problem has n answers, of which c are right:
 
@@ -18,7 +18,7 @@ Z = 1.959964                                     # 95 % of a normal lies within 
 
 
 def evaluation_figures(rows: list[dict], samples: int) -> dict:
-    """name -> figure, of `samples` consecutive rows for each problem; a list is [mean, low, high].
+    """name -> figure; each problem has `samples` consecutive rows. A list is [mean, low, high].
 
     docs/metrics.md defines every name.
     """
@@ -38,12 +38,12 @@ def mean(values: list) -> float:
 
 
 def sampler_entropy(rows: list[dict]) -> float:
-    """Entropy of the policy that sampled these answers, in nats a token, noise included.
+    """Entropy of the policy that sampled these answers, in nats per token, including noise.
 
-    Minus the mean log-prob of all tokens of all rows, since entropy is the expected value of
-    -log p under p. rows: `mean_logprob` and `length` of each. Greedy answers will not do: tokens
-    must be sampled from the recorded probabilities. With top-k or top-p it is the entropy of the
-    tokens that these leave.
+    Entropy is the mean of -log p under p, so it is estimated by minus the mean log-prob of all
+    tokens. rows: `mean_logprob` and `length` of each. The tokens must be sampled from the recorded
+    probabilities, so greedy answers don't work. With top-k or top-p it is the entropy of the
+    truncated distribution.
     """
     tokens = sum(row["length"] for row in rows)
     return -sum(row["mean_logprob"] * row["length"] for row in rows) / tokens
@@ -53,9 +53,9 @@ def sampler_entropy(rows: list[dict]) -> float:
 # One problem
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate from n answers of which c are right (Chen et al. 2021).
+    """The unbiased estimate from n answers, c of them right (Chen et al. 2021).
 
-    Using only the first k answers would be unbiased too, but would waste the other n - k.
+    The first k answers alone would be unbiased too, but would waste the other n - k.
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -64,14 +64,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 # All problems
 
 def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
-    """[mean, low, high] at 95 % of a figure in [0, 1], one value a problem from `samples` answers.
+    """[mean, low, high] at 95 % of a figure in [0, 1]: one value per problem, of `samples` answers.
 
-    Wilson's interval for a proportion, which stays inside [0, 1] and is right near its ends too.
+    Wilson's interval for a proportion, which stays inside [0, 1] and is accurate near the ends.
     Values between 0 and 1 vary less than verdicts, so it uses an effective sample size: the number
-    of verdicts, each 0 or 1, whose mean would have this variance. That is the number of problems if
-    all values are 0 or 1, and at most the number of answers. With many answers to few problems,
-    nearly all right or nearly all wrong, the interval is too narrow: with 50 such problems it
-    covered the truth in 80 to 90 % of simulated cases.
+    of 0-1 verdicts whose mean would have this variance. That is the number of problems if all
+    values are 0 or 1, and at most the number of answers. The interval is too narrow for few
+    problems with many answers, nearly all right or all wrong: in simulations with 50 such problems
+    it covered the truth 80 to 90 % of the time.
     """
     n = len(values)
     p = mean(values)

@@ -5,11 +5,11 @@ Calls the user's functions: --reward module:function and --prompt-style module:f
     reward("the answer is 5", problem, group)    # {"reward": 15.0}
 
 Any error in the user's file, from a syntax error to a division by zero at step 400, becomes one
-line that names the flag, the file and the line in it.
+line with the flag, the file and its line number.
 
-A module must be a file in the working directory or in examples/, never a package or an installed
-module: `sympy:sympify` would evaluate what a model has written. Nor may it be in the folder of a
-run, which may come from somebody else: its run.json could name a file next to it.
+The module must be a file in the working directory or in examples/, never a package or an installed
+module: `sympy:sympify` would evaluate text written by a model. It must not be in the folder of a
+run either: a run.json from somebody else could name a file next to it.
 """
 import functools
 import importlib.util
@@ -25,23 +25,22 @@ from types import ModuleType
 from files import Stopped, UserError, first_line, short_repr
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# The largest absolute reward. Undivided advantages are as large as rewards, gradients grow with
-# them, and the squares of gradients must stay below 3.4e38, fp32's largest number.
+# The largest absolute reward. Advantages may be as large, gradients grow with them, and the squares
+# of gradients must stay below 3.4e38, the largest fp32 number.
 LARGEST_REWARD = 1e15
-# What a reward may ask for as a keyword parameter: def reward(completion, problem, *, length).
-# length: tokens of the completion, its end token included. finished: it was not cut off.
+# Keyword parameters that a reward may have: def reward(completion, problem, *, length).
+# length: tokens of the completion, including its end token. finished: it was not cut off.
 ASKED_BY_NAME = "length", "finished"
 
 
 class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
-    `problem` is a dict: every field of the problem's row, plus id, question and answer. A third
-    parameter without a default gets the completions of the group, keyword parameters listed in
-    ASKED_BY_NAME get those values. The function returns a number, or a dict of numbers that are
-    summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
-    training. No number and no sum may exceed LARGEST_REWARD. UserError for a function that cannot
-    be called like this.
+    `problem` is a dict: all fields of the problem's row, plus id, question and answer. A third
+    parameter without a default gets the completions of the group. Keyword parameters may be those
+    in ASKED_BY_NAME. The function returns a number, or a dict of numbers to be summed;
+    rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of training. No
+    number or sum may exceed LARGEST_REWARD. UserError if the function has other parameters.
     """
 
     def __init__(self, spec: str):
@@ -49,7 +48,7 @@ class Reward:
         self.function = load_function(spec, "--reward")
         signature = inspect.signature(self.function)
         needed = [p for p in signature.parameters.values()
-                  if p.default is p.empty]       # not a weight=0.1 of the user's
+                  if p.default is p.empty]       # a weight=0.1 is the user's own
         positional = [p for p in needed
                       if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.num_arguments = 3 if len(positional) > 2 else 2
@@ -64,10 +63,10 @@ class Reward:
 
     def __call__(self, completion: str, problem, group: list[str], **about: object
                  ) -> dict[str, float]:
-        """The parts of one completion's reward by name; `problem` is a problems.Problem.
+        """The reward of one completion: its parts by name.
 
-        about: what ASKED_BY_NAME names, of this completion.
-        Stopped if the function fails or returns anything but numbers that can be trained on.
+        problem: a problems.Problem. about: a value for each name in ASKED_BY_NAME.
+        Stopped if the function fails or returns anything that cannot be trained on.
         """
         what = f"problem {problem.id}, completion {completion[:80]!r}"
         arguments = (completion, problem.fields(), group)[:self.num_arguments]
@@ -90,33 +89,33 @@ class Reward:
 
 
 def call_users(name: str, function: Callable, what: str, *arguments: object) -> object:
-    """Calls a user's function; if it raises, Stopped says where in the user's file.
+    """Calls a user's function. If it raises, Stopped gives the line in the user's file.
 
-    name: the flag; what: the problem that it was called for; both are for messages. A call that
-    does not return is never interrupted.
+    name, what: the flag and the problem, for messages. A call that never returns is not
+    interrupted.
     """
     folder = os.getcwd()
     try:
         return function(*arguments)
-    except (KeyboardInterrupt, Stopped):         # a signal that came meanwhile
+    except (KeyboardInterrupt, Stopped):         # a signal during the call
         raise
     except BaseException as error:               # asyncio.CancelledError is not an Exception
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({what})") from None
     finally:
-        os.chdir(folder)                         # the function may have left it; --out is relative
+        os.chdir(folder)                         # in case the function left: --out is relative
 
 
 def load_function(spec: str, flag: str) -> Callable:
-    """-> the function of "module:function". UserError, which names `flag`, if there is none."""
+    """The function of "module:function". UserError, which names `flag`, if there is none."""
     module_name, _, name = spec.partition(":")
     if not (module_name.isidentifier() and name.isidentifier()):
         raise UserError(f"{flag} takes module:function, such as my_rewards:score, got "
                         f"{short_repr(spec)}")
     path = find_module(module_name, f"{flag} {spec}")
     if str(path.parent) not in sys.path:
-        # For what the user's file itself imports. Last, so that a learner.py or model.py next to it
+        # For the imports of the user's file. Last, so that a learner.py or model.py next to it
         # never replaces ours.
         sys.path.append(str(path.parent))
     try:
@@ -131,8 +130,8 @@ def load_function(spec: str, flag: str) -> Callable:
 
 
 def find_module(name: str, what: str) -> Path:
-    """-> the file of a module, from the working directory or examples/. UserError, which begins
-    with `what`, if there is none, or if it is in or below the folder of a run.
+    """The file of a module, from the working directory or examples/. UserError, which begins with
+    `what`, if there is none, or if it is in or below the folder of a run.
     """
     for folder in (Path.cwd(), EXAMPLES):
         path = folder / f"{name}.py"
@@ -148,10 +147,10 @@ def find_module(name: str, what: str) -> Path:
 
 @cache
 def load_file(name: str, path: Path) -> ModuleType:
-    """Imports a module from its file. Cached: two flags that name it share its global variables.
+    """Imports a module from its file. Cached: two flags with one module share its globals.
 
-    In sys.modules, where dataclasses look it up, it is "user's NAME": NAME may be one of our own
-    modules that is imported later.
+    dataclasses look it up in sys.modules, where it is called "user's NAME": NAME may be one of our
+    own modules that is imported later.
     """
     spec = importlib.util.spec_from_file_location(f"user's {name}", path)
     module = importlib.util.module_from_spec(spec)

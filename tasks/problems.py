@@ -29,35 +29,35 @@ from tasks.boxes import last_box
 class Problem:
     id: str
     question: str
-    answer: str                                  # the gold answer; "" where a --reward needs none
+    answer: str                                  # the gold answer; may be "" with a --reward
     prompt: list[int] | None = None              # token ids, once encode_prompts has made them
-    row: dict | None = field(default=None, compare=False)        # every field as it is in the file
-    system: str | None = None                    # the system message, where the row has one
+    row: dict | None = field(default=None, compare=False)        # all fields, as in the file
+    system: str | None = None                    # the system message, if the row has one
 
     def fields(self) -> dict:
-        """What a user's function gets: every field of the row, plus these three."""
+        """All fields of the row plus these three, as a user's function gets them."""
         return (self.row or {}) | {"id": self.id, "question": self.question, "answer": self.answer}
 
 
 # -----------------------------------------------------------------------------
 # Where problems come from
 
-# Kinds of files that can be read. If a hub data set has several kinds, the first in this order is
-# taken: .parquet needs pyarrow.
+# If a data set on the hub has files of several kinds, the first kind is read: .parquet needs
+# pyarrow.
 SUFFIXES = (".jsonl", ".json", ".parquet")
-# Short names, for owner/name[:folder] on the Hugging Face hub and for a URL: the hub has GSM8K as
-# parquet only.
+# Short names for a URL or for owner/name[:folder] on the Hugging Face hub, where GSM8K is parquet
+# only.
 KNOWN = {
     "gsm8k": "https://raw.githubusercontent.com/openai/grade-school-math/master/"
              "grade_school_math/data/{split}.jsonl",
     "math": "nlile/hendrycks-MATH-benchmark",    # train 12,000 problems, test MATH-500
 }
 HUB_ID = r"[\w.-]+/[\w.-]+(:[\w./-]+)?"
-TIMEOUT = 60                                     # seconds that a server may send nothing
+TIMEOUT = 60                                     # seconds without data from the server
 
 
 def check_source(source: str) -> None:
-    """UserError for an impossible --data; downloads nothing."""
+    """UserError for an invalid --data. Downloads nothing."""
     if names_a_file(source):
         if not Path(source).is_file():
             raise UserError(f"data file {source} does not exist")
@@ -70,8 +70,8 @@ def check_source(source: str) -> None:
 def load_problems(source: str, split: str = "train", needs_gold: bool = True) -> list[Problem]:
     """The problems of --data, without prompts.
 
-    source: a file, which is one split by itself; "arithmetic", the generator; a name in KNOWN; or
-    owner/name of a data set on the hub, with :folder where its files are in several folders.
+    source: a file, which has only one split; "arithmetic", the generator; a name in KNOWN; or
+    owner/name of a data set on the hub, plus :folder if several folders have its files.
     """
     assert split in ("train", "test"), split
     check_source(source)
@@ -90,17 +90,17 @@ def names_a_file(source: str) -> bool:
 
 
 def has_test_split(source: str) -> bool:
-    """Whether a data set has a test split; a user's file never does."""
+    """Does a data set have a test split? A file never does."""
     if names_a_file(source):
         return False
     return source == "arithmetic" or fetch_split(source, "test") != []
 
 
 def fetch_split(source: str, split: str) -> list[Path]:
-    """The local files of one split, downloaded if need be; [] if the data set does not have it.
+    """The local files of one split, downloaded if necessary; [] if the data set has no such split.
 
-    On the hub the names of a split's files begin with it, as in main/train-00000-of-00002.parquet.
-    UserError if several folders have such files.
+    On the hub, file names begin with the split: main/train-00000-of-00002.parquet. UserError if
+    several folders have such files.
     """
     where = KNOWN.get(source, source)
     repository, _, folder = where.partition(":")
@@ -110,7 +110,7 @@ def fetch_split(source: str, split: str) -> list[Path]:
         root = Path(huggingface_hub.snapshot_download(
             repository, repo_type="dataset",
             allow_patterns=[os.path.join(folder, f"*{suffix}") for suffix in SUFFIXES]))
-    except Exception as error:                   # the hub's, httpx's, urllib's: no common class
+    except Exception as error:                   # hub, httpx and urllib share no base class
         raise UserError(f"cannot fetch {where} into {constants.HF_HOME}: "
                         f"{type(error).__name__}: {error}") from error
     files = sorted(path for path in (root / folder).rglob(f"{split}*")
@@ -130,24 +130,24 @@ def download(url: str, name: str) -> Path:
         part = f"{path}.{os.getpid()}.part"
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response, open(part, "wb") as f:
             shutil.copyfileobj(response, f)
-        os.replace(part, path)                   # a download cut short never has the file's name
+        os.replace(part, path)                   # only a complete download gets this name
     return path
 
 
 # -----------------------------------------------------------------------------
 # Rows
 
-# What data sets call these fields. The first one that is not empty counts.
+# The names of these fields in data sets. The first one that is not empty counts.
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
-# A number whose commas separate thousands, as 1,234,567 and 1,234.5. Not 0,5 and not 1,2.
+# A number whose commas separate thousands, such as 1,234,567 or 1,234.5, but not 0,5 or 1,2.
 GROUPED_DIGITS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 
 
 def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) -> Problem:
-    """A row of GSM8K, MATH, DAPO, BigMath or any file whose fields are called like theirs.
+    """A row of GSM8K, MATH, DAPO, BigMath or any file with the same field names.
 
-    path, number: the row's place, for messages. UserError if it cannot be used.
+    path, number: file and line, for messages. UserError if the row cannot be used.
     """
     where = f"{path}:{number}"
     if not isinstance(row, dict):
@@ -175,10 +175,10 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
 def find_gold(row: dict) -> str | None:
     """The gold answer of a row as text, or None.
 
-    GSM8K's is what follows #### in a worked solution; MATH's is in the solution's last box. Of the
-    fields in GOLDS, the first one with an answer counts.
+    In GSM8K it follows #### in a worked solution, in MATH it is in the solution's last box. The
+    first field of GOLDS with an answer counts.
     """
-    reward = row.get("reward_model")             # the original DAPO keeps the gold in there
+    reward = row.get("reward_model")             # has the gold answer in the original DAPO
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for name in GOLDS:
         value = fields.get(name)
@@ -194,8 +194,8 @@ def find_gold(row: dict) -> str | None:
         elif marked and not re.search(r"[(\[{]", text):         # (1,234) is a pair, not a number
             text = GROUPED_DIGITS.sub(lambda number: number[0].replace(",", ""), text)
         elif name == "solution" and not marked and (len(text) > 100 or "\n" in text):
-            # The hub's DAPO and BigMath have the bare gold here. A long text without a box is a
-            # worked solution whose answer cannot be found.
+            # DAPO and BigMath on the hub have just the gold answer here. A long text without a box
+            # is a worked solution, and its answer cannot be found.
             continue
         if text:
             return text
@@ -205,19 +205,19 @@ def find_gold(row: dict) -> str | None:
 # The order in which a run takes problems
 
 def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
-    """The problems at these places in the order of a run; place 0 is that of the first one.
+    """The problems at these places in the order of a run, which begins at place 0.
 
-    Each epoch takes every problem once, in its own order. A step may begin in one epoch and end in
-    the next, and then may have a problem twice.
+    Each epoch takes every problem once, in an order of its own. A step that crosses into the next
+    epoch may have a problem twice.
     """
     n = len(problems)
     return [problems[epoch_order(n, seed, place // n)[place % n]] for place in places]
 
 
-@lru_cache(2)                                    # a step may end one epoch and begin the next
+@lru_cache(2)                                    # a step may cross from one epoch into the next
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """The permutation of range(n) that an epoch follows. It depends on the arguments alone, so a
-    resumed run needs only its next place.
+    """The order of an epoch, a permutation of range(n). It depends only on the arguments, so a
+    resumed run needs nothing but its next place.
     """
     indices = list(range(n))
     random.Random(f"order/{seed}/{epoch}").shuffle(indices)

@@ -1,9 +1,8 @@
 r"""
-Feeds the grader with grown, mutated and random answers, from a seed: python tests/fuzz_rewards.py [CASES] [SEED]
+Fuzzes the grader with grown, mutated and random answers: python tests/fuzz_rewards.py [CASES] [SEED]
 
-For every two texts a and b this must hold: is_equal and grade raise nothing, is_equal(a, b) == is_equal(b, a), a equals
-itself unless it is blank, and all calls together take less than 100 ms of CPU time.
-tests/test_rewards.py runs 700 cases.
+For all texts a and b: is_equal and grade never raise, is_equal(a, b) == is_equal(b, a), a equals itself unless it is
+blank, and all calls together take less than 100 ms of CPU time. tests/test_rewards.py runs 700 cases.
 """
 import functools
 import json
@@ -44,8 +43,8 @@ def grown(rng, depth):
 
 
 def mutated(rng):
-    """A text: a grown expression, a gold or one with one to four edits, two glued together, pieces in a row, one piece
-    many times over, or any characters.
+    """A grown expression, a gold answer or either with one to four edits, two joined, random pieces, one piece repeated
+    many times, or random characters.
     """
     kind = rng.random()
     if kind < 0.4:
@@ -61,7 +60,7 @@ def mutated(rng):
     if kind < 0.92:
         return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 20 if kind < 0.9 else 60)))
     if kind < 0.96:
-        middle = rng.choice(PIECES) * rng.randint(2, 3_000 if kind < 0.923 else 300)   # an expression may backtrack
+        middle = rng.choice(PIECES) * rng.randint(2, 3_000 if kind < 0.923 else 300)   # a regex may backtrack
         return rng.choice(PIECES) + middle + rng.choice(PIECES)
     return "".join(chr(rng.choice((rng.randrange(32, 127), rng.randrange(0x3000), rng.randrange(0x110000))))
                    for _ in range(rng.randint(0, 20)))
@@ -69,7 +68,7 @@ def mutated(rng):
 
 @functools.cache
 def slowness():
-    """How many times as long a Python loop takes here as on the machine that the limit was set on; 1 at least."""
+    """How much slower a Python loop is here than on the machine where the limit was set; at least 1."""
     seconds = []
     for _ in range(3):
         start = time.process_time()
@@ -80,7 +79,7 @@ def slowness():
 
 
 def examine(a, b):
-    """Returns what is wrong with the verdicts on a and b, what to count, and the CPU time in seconds."""
+    """Returns the errors in the verdicts on a and b, what to count, and the CPU time in seconds."""
     start = time.process_time()
     verdict, mirrored, same = is_equal(a, b), is_equal(b, a), is_equal(a, a)
     boxed, rule = grade(f"so \\boxed{{{a}}} it is", b, f"What is ${b}$?").rule, grade(a, b, last_number=True).rule
@@ -91,19 +90,19 @@ def examine(a, b):
 
 
 def run(cases, seed=0):
-    """Returns the failures (what, a, b), the slowest case, and counts: pairs equal, readable, found by which rule."""
+    """Returns the failures (what, a, b), the slowest case, and counts of verdicts, readable texts and rules."""
     rng, before, failures, slowest, count = random.Random(seed), "1", [], (0.0, "", ""), Counter()
     limit = LIMIT * slowness()
     for _ in range(cases):
         a, b = mutated(rng), rng.choice((before, rng.choice(GOLDS)))
-        if rng.random() < 0.2:                             # else hardly a pair would be equal
+        if rng.random() < 0.2:                             # otherwise almost no pair would be equal
             b = f" {a.replace('frac', 'dfrac')}."
         before = a
         try:
             wrong, counts, seconds = examine(a, b)
-            if seconds > limit:                            # or the machine was busy with something else
+            if seconds > limit:                            # the machine may have been busy
                 seconds = min(seconds, examine(a, b)[-1])
-        except Exception as error:                         # any at all is the finding
+        except Exception as error:                         # any exception is a failure
             failures.append((repr(error), a, b))
             continue
         count.update(counts)

@@ -1,5 +1,5 @@
 """
-Problems: rows of data files and data sets, against what is read from them by hand; the order of a run.
+Problems: what is read from data files and data sets, and the order of a run.
 
 python -m pytest tests/test_problems.py -v
 """
@@ -40,15 +40,15 @@ def write(path, *rows):
 @pytest.mark.parametrize("row,answer", [
     ({"question": "q", "answer": "It is 1,000 + 234 = <<1000+234=1234>>1,234.\n#### 1,234"}, "1234"),      # GSM8K, raw
     ({"problem": "q", "solution": r"so \boxed{3}, no, $\boxed{\frac{1}{\sqrt{2}}}$."}, r"\frac{1}{\sqrt{2}}"),  # MATH
-    ({"problem": "q", "solution": r"so $\boxed{2}$ and $\boxed{3}$."}, "2 , 3"),          # one list, as in a completion
-    ({"problem": "q", "solution": r"so $\boxed{3}$.", "answer": "4"}, "4"),           # the answer field goes first
+    ({"problem": "q", "solution": r"so $\boxed{2}$ and $\boxed{3}$."}, "2 , 3"),          # a list, as in completions
+    ({"problem": "q", "solution": r"so $\boxed{3}$.", "answer": "4"}, "4"),           # `answer` comes first
     ({"prompt": "q", "solution": "34"}, "34"),                                          # DAPO and BigMath, processed
     ({"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": r"\boxed{34}"}}, "34"),   # DAPO
-    ({"question": "q", "final_answer": 0}, "0"),                                            # falsy, yet an answer
+    ({"question": "q", "final_answer": 0}, "0"),                                            # falsy, but an answer
     ({"question": "q", "answer": r"\boxed{7} so far" + "\n" + r"#### \boxed{8}"}, "8"),
-    ({"question": "q", "answer": "It is 5."}, "It is 5."),                      # only a solution may be a worked one
+    ({"question": "q", "answer": "It is 5."}, "It is 5."),                      # only `solution` may be a worked one
 ])
-def test_gold_answers_are_found_under_the_names_in_use(tmp_path, row, answer):
+def test_gold_answers_are_found_in_common_formats(tmp_path, row, answer):
     assert load_problems(write(tmp_path / "x.jsonl", row)) == [Problem("x-1", "q", answer)]
 
 
@@ -57,7 +57,7 @@ def test_gold_answers_are_found_under_the_names_in_use(tmp_path, row, answer):
     ("(1,2)", "(1,2)"), ("0,5", "0,5"), ("1,2,3", "1,2,3"), ("[1,234]", "[1,234]"), ("3,14", "3,14"),
     ("0,500", "0,500"), ("1,2345", "1,2345"), ("12,345,6", "12,345,6"), ("2.5,100", "2.5,100"),
     (r"\{1,234\}", r"\{1,234\}")])
-def test_behind_four_hashes_only_the_commas_between_thousands_go(gold, read):
+def test_after_hashes_only_commas_of_thousands_are_removed(gold, read):
     for name in GOLDS:
         assert find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
 
@@ -76,7 +76,7 @@ def test_behind_four_hashes_only_the_commas_between_thousands_go(gold, read):
     ('{"question": "q", "answer": "1"', "JSON"), ('["q", "1"]', "object"), ("[" * 100_000, "JSON"),
     ('{"question": "q", "answer": NaN}', "NaN"),
 ])
-def test_a_bad_row_ends_the_load_with_its_file_and_line(tmp_path, line, said):
+def test_a_bad_row_is_an_error_with_file_and_line(tmp_path, line, said):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"question": "q", "answer": "1"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{said}"):
@@ -91,38 +91,38 @@ def test_a_json_file_must_be_a_list_of_rows(tmp_path, text):
         load_problems(str(tmp_path / "x.json"))
 
 
-ROWS = [{"id": 7, "question": "a\u2028b", "answer": "1"}, {"question": "b", "answer": "2"}]   # no end of a line
+ROWS = [{"id": 7, "question": "a\u2028b", "answer": "1"}, {"question": "b", "answer": "2"}]   # U+2028 ends no line
 PROBLEMS = [Problem("7", "a\u2028b", "1"), Problem("x-2", "b", "2")]
 
 
-def test_lines_and_a_list_hold_the_same_problems(tmp_path):
+def test_jsonl_and_json_give_the_same_problems(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(ROWS, indent=2))
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS), encoding="utf-8")
     assert load_problems(str(tmp_path / "x.json")) == load_problems(str(tmp_path / "x.jsonl")) == PROBLEMS
 
 
-def test_a_parquet_file_holds_the_same_problems(tmp_path):
+def test_parquet_gives_the_same_problems(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
     import pyarrow.parquet  # noqa: F811
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "x.parquet")
     assert load_problems(str(tmp_path / "x.parquet")) == PROBLEMS
 
 
-def test_a_users_reward_needs_no_gold_and_sees_every_field(tmp_path):
+def test_a_reward_needs_no_gold_answer_and_sees_every_field(tmp_path):
     (problem,) = load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
     assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
 
 
 # -----------------------------------------------------------------------------
-# Sources. The hub without a network: snapshot_download is replaced by a local folder.
+# Sources. A local folder stands in for the hub.
 
 @pytest.mark.parametrize("source", ["gsm9k", "nowhere.jsonl", "data/x.csv", "empty.jsonl", "pipe.jsonl"])
-def test_what_is_no_data_set_is_refused_by_name(tmp_path, monkeypatch, source):
+def test_unknown_sources_are_refused(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x.csv").touch()
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "gsm8k").touch()                            # this name is a data set's all the same
+    (tmp_path / "gsm8k").touch()                            # the name of a data set wins
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError, match=source):
         load_problems(source)
@@ -131,7 +131,7 @@ def test_what_is_no_data_set_is_refused_by_name(tmp_path, monkeypatch, source):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A function of file names: they are what the hub has, each with a problem that is called like the file."""
+    """A function that puts files on the hub, each with one problem named after the file."""
     def has(*files):
         for file in files:
             (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -143,8 +143,8 @@ def hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("files,train,test", [
     ("data/train-00000.jsonl data/train-00001.jsonl data/test-0.jsonl README.md", 2, 1),
     ("train.jsonl training.jsonl latest.jsonl validation.jsonl problems.jsonl", 1, 0),
-    ("train.jsonl train.parquet", 1, 0)])                   # the first kind that can be read: pyarrow is not needed
-def test_the_files_of_a_split_are_those_whose_names_begin_with_it(hub, files, train, test):
+    ("train.jsonl train.parquet", 1, 0)])                   # works without pyarrow
+def test_the_names_of_a_splits_files_begin_with_it(hub, files, train, test):
     hub(*files.split())
     assert len(load_problems("some/set", "train")) == train
     assert has_test_split("some/set") == has_test_split("math") == bool(test)
@@ -153,7 +153,7 @@ def test_the_files_of_a_split_are_those_whose_names_begin_with_it(hub, files, tr
             load_problems("some/set", "test")
 
 
-def test_a_folder_is_named_where_several_have_a_split(hub):
+def test_the_folder_must_be_named_if_several_have_the_split(hub):
     hub("main/train-0.jsonl", "main_2/train-0.jsonl", "other/test-0.jsonl")
     with pytest.raises(UserError, match="give some/set:main or some/set:main_2"):
         load_problems("some/set")
@@ -176,7 +176,7 @@ class Cut(io.BytesIO):
         return super().read(10)
 
 
-def test_gsm8k_is_downloaded_once_and_whole(tmp_path, monkeypatch):
+def test_gsm8k_is_downloaded_once_and_completely(tmp_path, monkeypatch):
     monkeypatch.setattr(problems_py.constants, "HF_HOME", str(tmp_path))
     for kind, answers in (Cut, None), (io.BytesIO, ["1000"]), (Cut, ["1000"]):       # the last needs no network
         monkeypatch.setattr(problems_py.urllib.request, "urlopen",
@@ -191,7 +191,7 @@ def test_gsm8k_is_downloaded_once_and_whole(tmp_path, monkeypatch):
 # -----------------------------------------------------------------------------
 # The generator
 
-def test_every_kind_of_problem_states_the_numbers_that_its_answer_follows_from():
+def test_generated_problems_have_the_right_answers():
     rng = random.Random(0)
     seen = set()
     for _ in range(2000):
@@ -213,7 +213,7 @@ def test_a_known_problem_never_changes():
                             "Mia has 6 boxes with 8 cards each and sells 4. How many cards are left?", "44")
 
 
-def test_arithmetic_splits_share_no_question_whatever_the_seed():
+def test_arithmetic_splits_share_no_question():
     train = {p for seed in (0, 1) for _, p, _ in arithmetic("train", 2000, seed)}
     test = {p for seed in (0, 1) for _, p, _ in arithmetic("test", 2000, seed)}
     assert not train & test
@@ -223,16 +223,16 @@ def test_arithmetic_splits_share_no_question_whatever_the_seed():
 # -----------------------------------------------------------------------------
 # The order of problems
 
-def test_every_epoch_visits_each_problem_once_in_another_order():
+def test_every_epoch_visits_each_problem_once():
     epochs = [epoch_order(100, 3, epoch) for epoch in range(4)]
     assert all(sorted(e) == list(range(100)) for e in epochs)
     assert len({tuple(e) for e in epochs} | {tuple(epoch_order(100, 4, 0))}) == 5
 
 
-def test_a_step_follows_from_its_places_alone():
+def test_a_step_depends_only_on_its_places():
     steps = [problems_at(range(10), 0, range(first, first + 4)) for first in range(0, 40, 4)]
     walk = sum(steps, [])
     assert all(sorted(walk[e:e + 10]) == list(range(10)) for e in range(0, 40, 10))
     problems_py.epoch_order.cache_clear()
-    assert problems_at(range(10), 0, range(7, 23)) == walk[7:23]          # a resumed run's, or those of one rank
-    assert problems_at(range(3), 0, range(0, 8))[3:6] != []               # too few problems for a step: again
+    assert problems_at(range(10), 0, range(7, 23)) == walk[7:23]          # of a resumed run, or of one rank
+    assert problems_at(range(3), 0, range(0, 8))[3:6] != []               # problems repeat if a step needs more

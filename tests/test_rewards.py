@@ -1,6 +1,6 @@
 r"""
-Tests extraction, format and scores on texts that were judged by hand, and the grader as a whole on adversarial and
-random texts. The equality of answers has its own tests, test_answers.py.
+Extraction, format and scores on texts judged by hand, and the complete grader on adversarial and random texts. Equality
+of answers is tested in test_answers.py.
 
 python -m pytest tests/test_rewards.py -q
 """
@@ -38,14 +38,14 @@ def boxed(answer):
 @pytest.mark.parametrize("text,answer,rule", [
     (r"first \boxed{1}, no: \boxed{\frac{1}{2}} indeed", r"\frac{1}{2}", "box"),
     (r"\fbox{7}", "7", "box"), (r"\boxed   {7}", "7", "box"), (r"so \boxed 7$", "7", "box"),
-    (r"\boxed{3} and then \boxed{4", "3", "box"),              # an unclosed box is no answer, an earlier one counts
+    (r"\boxed{3} and then \boxed{4", "3", "box"),              # an unclosed box is skipped
     (r"\boxed{3} or not, \boxed{}", "3", "box"),
     (r"\boxed{} \boxed{3}", "3", "box"), (r"\boxed{1} \boxed{} \boxed{3}", "3", "box"),
     (r"\boxed{2}, \boxed{3}", "2 , 3", "box"), (r"$\boxed{2}$ and $x=\boxed{3}$", "2 , 3", "box"),
     (r"\boxed{5} or \boxed{5}", "5", "box"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}", "box"),
     ("<think>\\boxed{1}</think>\\boxed{2}<|im_end|>\\boxed{3}", "2", "box"),
-    ("<think>let me see \\boxed{42}", None, "truncated"),      # the thought was cut off
+    ("<think>let me see \\boxed{42}", None, "truncated"),      # cut off while thinking
     ("<think>\\boxed{42}</think> no idea", None, "none"),
     ("<think>\n\\boxed{1}\n</think>\n\n\\boxed{2}", "2", "box"),
     ("<think>1</think> 2 <think>\\boxed{3}", None, "truncated"), ("<think>\n", None, "truncated"),
@@ -59,10 +59,10 @@ def boxed(answer):
     ("He pays 3 + 4 = $7.50 in all.", "$7.50", "last_number"), ("It fell to -3 degrees", "-3", "last_number"),
     ("pages 10-25", "25", "last_number"), ("it is either 5 or 6", None, "none"),
     ("code AZYUK2A", None, "none"), ("", None, "none"), ("一共有3 + 10 = 13只鸟。", "13", "last_number"),
-    # a copied prompt: the empty box of the instruction must not let a number of the question count
+    # a copied prompt: with the empty box of the instruction, no number of the question counts
     ("Put your answer in \\boxed{}. What is 6*7? 42", None, "none"),
 ])
-def test_the_answer_is_found_by_the_right_rule(text, answer, rule):
+def test_extraction(text, answer, rule):
     assert extract(text, last_number=True) == (answer, rule)
 
 
@@ -74,13 +74,13 @@ def test_last_number_can_be_turned_off():
 @pytest.mark.parametrize("text", [
     "5 or 6", "The answer is 5 or 6.", "it is $5$ or $6$", "The answer is either 5 or 6.", "The answer is $5$ or $6$",
     r"\boxed{5} or \boxed{6}", r"\boxed{5 \text{ or } 6}", r"\boxed{5, 6}", r"\boxed{\pm 5}", r"\boxed{5}, \boxed{6}"])
-def test_several_answers_never_equal_one_of_them(text):
-    """Listing every option once earned full marks elsewhere: one answer must not be a member of the list."""
+def test_several_answers_do_not_equal_one_of_them(text):
+    """Another grader once accepted a list containing the gold answer."""
     for gold in ("5", "6"):
         assert grade(text, gold, last_number=True).correct == 0
 
 
-# Texts without a box whose numbers are no answers: 5 and 6 are wrong for each of them.
+# Texts without a box that give neither 5 nor 6 as their answer.
 HEDGED = r"""
 the answer is not 5 | The answer is not $5$. | The answer isn't 5. | The answer cannot be 5 | The answer is no longer 5
 The answer is definitely not 5. | we know that x is not 5 | anything other than 5 works | all numbers except 5
@@ -102,12 +102,12 @@ The answer is neither 5 nor 6 | The roots are 5 and 6. | The roots are 5, 6.
 
 
 @pytest.mark.parametrize("text", [text.strip() for line in HEDGED.strip().split("\n") for text in line.split(" | ")])
-def test_a_number_that_the_text_hedges_is_no_answer(text):
+def test_hedged_numbers_are_not_answers(text):
     for gold in ("5", "6"):
         assert grade(text, gold, last_number=True).correct == 0
 
 
-def test_a_choice_beside_another_one_or_behind_a_not_is_no_answer():
+def test_hedged_choices_are_not_answers():
     for text in ("The answer is B or C, both work", "The answer is (B) or (C), both work",
                  "The answer is B, C, and D as shown", "The answer is not B", "The answer is not (B) I think"):
         assert grade(text, "B").correct == 0, text
@@ -123,8 +123,8 @@ def test_a_choice_beside_another_one_or_behind_a_not_is_no_answer():
     ("3 or 4 days make a total of 12 hours", "12"), ("The answer is 5 and we are done", "5"), ("the result - 5", "5"),
     ("The answer is 5 (five)", "5"), ("Hence he is not late and arrives in 5 minutes", "5"),
     ("The answer is 20 m.", "20"), ("The answer is $20$ m.", "20"), ("The answer is 20 g of salt.", "20"),
-    (r"\boxed{20\,\mathrm{N}}", "20")])
-def test_a_hedge_of_something_else_does_not_hide_the_answer(text, gold):
+    (r"\boxed{20\,\mathrm{g}}", "20")])
+def test_a_hedge_elsewhere_does_not_hide_the_answer(text, gold):
     assert grade(text, gold, last_number=True).correct == 1
 
 
@@ -136,7 +136,7 @@ def test_a_hedge_of_something_else_does_not_hide_the_answer(text, gold):
     r"\boxed{5}? No, it is not equal to \[\boxed{5}\]", "The answer is 5 but could be 6", "The answer is 5, or maybe 7",
     "The answer is 5, but it could also be 6.", "The answer is $5$, although it might be $6$.", "Answer: 5 sixteenths",
     "The answer is 5 quadrillion.", r"\boxed{5 \text{ is wrong}}", r"\boxed{\text{not } 5}"])
-def test_an_answer_that_is_denied_or_doubted_is_none(text):
+def test_denied_or_doubted_answers_are_wrong(text):
     for gold in ("5", "6"):
         assert grade(text, gold, last_number=True).correct == 0
 
@@ -145,11 +145,11 @@ def test_an_answer_that_is_denied_or_doubted_is_none(text):
     r"It is not 4, so the answer is \boxed{5}.", r"That is not what we want. Hence \boxed{5}.",
     r"$\boxed{5}$, which is not a palindrome.", r"Since \boxed{5} is not divisible by 3, we stop.",
     r"It is not \boxed{4} but \boxed{5}.", "The answer is 5 but I am sure the method generalizes."])
-def test_a_denial_of_something_else_leaves_the_answer(text):
+def test_a_denial_elsewhere_does_not_hide_the_answer(text):
     assert grade(text, "5").correct == 1
 
 
-def test_answers_as_gsm8k_writes_them_are_found_and_equal():
+def test_gsm8k_answers():
     for text in ("... #### 1,234", "The answer is $1,234.00.", "So she earns $1234.",
                  r"\boxed{1{,}234 \text{ dollars}}", "<answer>1234.0</answer>", "in total 1,234 dollars"):
         assert grade(text, "1234", last_number=True).correct == 1, text
@@ -181,8 +181,8 @@ COMPUTED = [
     (r"5-2\sqrt{3}", r"5-2\sqrt3", SIMPLIFY), ("4+x", "x+4", FRACTION), (r"3-\frac34x", r"y=-\frac34x+3", LINE),
     (r"\binom{18}{6}", "18564", r"Evaluate $\binom{18}{12}$."), ("2", "2", r"Find $17\bmod5$."),
     ("m+n=116", "116", "Find $m+n$."), ("7+12=19", "19", "What is 7+12?"), ("-3", "-3.0", "Is it $-3$ or $3$?"),
-    (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac{3}{4}$ or $\frac23$?"),           # literally the gold
-    # operands of / ^ and - in another order, parts of numbers, and what brackets keep apart
+    (r"\dfrac{3}{4}", r"\frac34", r"Which is larger, $\frac{3}{4}$ or $\frac23$?"),           # exactly the gold answer
+    # operands of / ^ and - in another order, parts of numbers, symbols separated by brackets
     ("7/2", "3.5", "Given $a/b=2/7$, find $b/a$."), (r"\frac{7}{2}", "3.5", r"Given $a/b=\frac27$, find $b/a$."),
     ("1/2", "0.5", "She ate 11/25 of a pie, then more."), ("2^3", "8", "What is $3^2 - 1$?"),
     ("13/2", "6.5", "What is the inverse of $2/13$?"), ("5-2", "3", "By how much is $2-5$ below 0?"),
@@ -193,16 +193,16 @@ COMPUTED = [
 
 
 @pytest.mark.parametrize("answer,gold,question", COPIED)
-def test_a_formula_copied_from_the_question_is_not_correct(answer, gold, question):
+def test_copied_formulas_are_wrong(answer, gold, question):
     assert grade(boxed(answer), gold).correct == 1 and grade(boxed(answer), gold, question)[:2] == (0, 1)
 
 
 @pytest.mark.parametrize("answer,gold,question", COMPUTED)
-def test_a_computed_answer_and_the_gold_itself_are_no_copies(answer, gold, question):
+def test_computed_answers_are_not_copies(answer, gold, question):
     assert grade(boxed(answer), gold, question).correct == 1
 
 
-def test_rollouts_are_graded_with_the_question_of_their_problem():
+def test_rows_are_graded_with_their_question():
     rows = [Row([0], [token], torch.tensor([-1.0]), finished=True) for token in (0, 1)]
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{3+4}", "\\boxed{7}")[ids[0]])
     problem = SimpleNamespace(id="a", question="What is $4+3$?", answer="7", prompt=[0])
@@ -230,7 +230,7 @@ ADVERSARIAL = [  # text, gold, right verdict
     (boxed("(1,2)" * 900), "(1,2)" * 899 + "(1,3)", 0),
     (boxed("\\sqrt{" * 60 + "1" + "(1,2)}" * 60), "1", 0),   # once hours
     (boxed("3^{10^6} \\bmod 7"), "4", 0), (boxed("option " + " " * 5_000 + "ab"), "1", 0),
-    # each of these made a regular expression quadratic or worse
+    # each of these once made a regular expression quadratic or worse
     (",".join(["27", "5", "108"] * 30), "42", 0), ("answer" + " " * 20_000, "42", 0), ("\\(" * 10_000, "42", 0),
     ("\\$" * 10_000, "42", 0), (boxed("1" + " " * 5_000 + "«"), "42", 0), ("<|im_start|>" * 50_000, "42", 0),
     (boxed("*" * 5_000 + "x"), "42", 0), (boxed("$" + " " * 5_000 + "5x"), "42", 0),
@@ -244,9 +244,9 @@ ADVERSARIAL = [  # text, gold, right verdict
 
 
 @pytest.mark.parametrize("case", range(len(ADVERSARIAL)))
-def test_adversarial_texts_get_the_right_verdict_in_100_ms(case):
+def test_adversarial_texts_take_less_than_100_ms(case):
     text, gold, want = ADVERSARIAL[case]
-    for _ in range(3):                                         # CPU time, best of 3: the machine may be shared
+    for _ in range(3):                                         # best of 3, in CPU time
         start = time.process_time()
         assert grade(text, gold, last_number=True).correct == want
         seconds = time.process_time() - start
@@ -255,14 +255,14 @@ def test_adversarial_texts_get_the_right_verdict_in_100_ms(case):
     pytest.fail(f"{seconds:.3f} s")
 
 
-def test_random_texts_raise_nothing_and_verdicts_are_reflexive_symmetric_and_fast():
-    """Runs 700 random strings and mutated golds; `python tests/fuzz_rewards.py 1000000` runs more of them."""
+def test_fuzzing():
+    """700 cases; `python tests/fuzz_rewards.py 1000000` runs more."""
     assert fuzz_rewards.run(700)["failures"] == []
 
 
 # scores ---------------------------------------------------------------------------------------------------------------
 
-def test_grade_keeps_correctness_and_format_apart():
+def test_correctness_and_format_are_independent():
     assert grade(r"\boxed{5}", "5") == (1, 1, "box", "5")
     assert grade(r"\boxed{4}", "5") == (0, 1, "box", "4")
     assert grade("The answer is 5.", "5") == (1, 0, "marker", "5")
@@ -274,15 +274,15 @@ def test_grade_keeps_correctness_and_format_apart():
         grade(tags, "5", style="xml")
 
 
-def test_format_tags_wants_each_tag_once_and_in_order():
+def test_format_tags():
     assert format_tags("<think>a</think><answer>b</answer><|im_end|>") == 1
     for text in ("<answer>b</answer><think>a</think>", "<think>a</think>", "x<think>a</think><answer>b</answer>",
                  "<think>a</think> hm <answer>b</answer>", "<think>a</think><answer>b</answer><answer>c</answer>"):
         assert format_tags(text) == 0, text
 
 
-def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
-    """There are two problems of two answers each: rows 0 and 1 belong to the first problem."""
+def test_grade_rows():
+    """Two problems with two answers each: rows 0 and 1 belong to the first."""
     answers = [Row([], completion, torch.tensor(logprobs), finished) for completion, logprobs, finished in (
         ([0], [-1.0], True), ([1, 1], [-1.0, -2.0], True), ([0], [-3.0], False), ([1, 1], [0.0, -1.0], True))]
     problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer, prompt=[prompt])
@@ -303,11 +303,11 @@ def test_score_has_a_row_for_each_rollout_in_the_order_of_their_problems():
 
 @pytest.mark.parametrize("style,completion,correct,form,rule", [
     ("boxed", "Hm.\n</think>\n\n\\boxed{5}", 1, 1, "box"),
-    ("boxed", "Maybe \\boxed{5}, let me check", 0, 0, "truncated"),        # the box is a thought, not the answer
+    ("boxed", "Maybe \\boxed{5}, let me check", 0, 0, "truncated"),        # boxed while thinking
     ("boxed", "Is it \\boxed{5}?\n</think>\n\nNo idea.", 0, 0, "none"),
     ("tags", "Hm.</think> <answer>5</answer>", 1, 1, "tag"),
     ("tags", "<answer>5</answer>", 0, 0, "truncated")])
-def test_an_answer_whose_thinking_the_prompt_has_opened_is_what_comes_behind_it(style, completion, correct, form, rule):
+def test_thinking_opened_by_the_prompt(style, completion, correct, form, rule):
     tokenizer = SimpleNamespace(opened="<think>\n", decode=lambda ids: completion)
     row, = grade_rows(tokenizer, [SimpleNamespace(id="a", question="q", answer="5", prompt=[0])],
                       [Row([], [0], torch.tensor([-1.0]), finished=True)], style)
@@ -357,8 +357,8 @@ def plug_ins(tmp_path, monkeypatch):
 PROBLEM = Problem("p1", "q", "", row={"level": 5, "problem": "q"})
 
 
-def test_a_function_may_import_a_neighbour_and_have_a_dataclass_of_postponed_annotations(tmp_path, monkeypatch):
-    """The module dataclasses looks the function's module up in sys.modules, so it must be there."""
+def test_a_plugin_may_import_a_neighbor_and_define_dataclasses(tmp_path, monkeypatch):
+    """dataclasses looks up the module of a function in sys.modules."""
     source = ("from __future__ import annotations\nfrom dataclasses import dataclass\nimport half_a_reward\n\n"
               "@dataclass\nclass Score:\n    value: float\n\n"
               "def f(completion, problem):\n    return Score(half_a_reward.HALF).value\n")
@@ -370,8 +370,8 @@ def test_a_function_may_import_a_neighbour_and_have_a_dataclass_of_postponed_ann
     assert sys.path[-1] == str(tmp_path)
 
 
-def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypatch):
-    """That holds before and after ours is imported: on a GPU, `import kernels` comes late."""
+def test_a_users_file_does_not_shadow_ours(tmp_path, monkeypatch):
+    """Whether ours is imported before or after it: on a GPU, `import kernels` comes late."""
     monkeypatch.chdir(tmp_path)
     for name in ("data", "kernels", "calendar"):
         ours = sys.modules.get(name)
@@ -385,7 +385,7 @@ def test_a_file_of_the_users_does_not_take_the_place_of_ours(tmp_path, monkeypat
     ("no_python:f", "SyntaxError"), ("sympy:sympify", "sympy.py"), ("os:system", "os.py"),
     ("builtins:exec", "builtins"),
     ("files:first_line", "files.py")])                                    # no installed module, none of ours
-def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, named):
+def test_load_errors_are_one_line(plug_ins, spec, named):
     with pytest.raises(UserError, match=f"^--reward {spec}: .*{named}"):
         load_function(spec, "--reward")
 
@@ -394,21 +394,21 @@ def test_a_function_that_cannot_be_loaded_is_one_line(plug_ins, spec, named):
                                   "below.mine:f", "mine.py:length", "mine.py/../mine:length",
                                   "mine:length.__globals__", "mine:", ":length", "mine :length",
                                   "mine:length:length", "C:\\mine:length"])
-def test_a_module_is_a_name_and_never_a_path_or_a_package(plug_ins, spec):
+def test_a_module_is_not_a_path_or_package(plug_ins, spec):
     (plug_ins / "below").mkdir()
     shutil.copy(plug_ins / "mine.py", plug_ins / "below" / "mine.py")
     with pytest.raises(UserError, match="--reward takes module:function"):
         load_function(spec.format(plug_ins), "--reward")
 
 
-def test_a_function_may_come_from_the_examples(plug_ins, monkeypatch, tmp_path_factory):
+def test_examples_can_be_loaded(plug_ins, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(plugin, "EXAMPLES", plug_ins)
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert load_function("mine:length", "--reward")("abc", "x") == 3.0
 
 
-def test_no_code_is_taken_from_a_folder_with_a_run(plug_ins, monkeypatch, tmp_path_factory):
-    """A run may come from somebody else: started inside it, below it, or with links that lead into it."""
+def test_no_code_is_loaded_from_a_run_folder(plug_ins, monkeypatch, tmp_path_factory):
+    """A run may come from somebody else. Tried from inside it, from below it, and by links into it."""
     stolen, home = plug_ins / "stolen", tmp_path_factory.mktemp("home")
     (stolen / "below").mkdir(parents=True)
     (stolen / "run.json").touch()
@@ -423,76 +423,76 @@ def test_no_code_is_taken_from_a_folder_with_a_run(plug_ins, monkeypatch, tmp_pa
     assert not list(plug_ins.rglob("ran")) and not list(home.rglob("ran"))
 
 
-def test_a_reward_is_told_the_length_in_tokens_and_whether_the_answer_finished_if_it_asks_by_name(plug_ins):
+def test_a_reward_gets_length_and_finished_by_name(plug_ins):
     first, second = graded_by("economical", [[0, 1, 1], [1]], [True, False])
     assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
 
 
 def written(folder, returned, parameters="completion, problem"):
-    """A --reward that returns this expression."""
+    """A --reward that returns the expression `returned`."""
     (folder / "one.py").write_text(f"def f({parameters}):\n    return {returned}\n")
     return Reward("one:f")
 
 
 @pytest.mark.parametrize("parameters", [
     "completion", "completion, problem, group, more", "completion, problem, *, tokens"])
-def test_a_reward_that_cannot_be_called_is_refused_before_anything_is_loaded(plug_ins, parameters):
+def test_a_reward_with_other_parameters_is_refused(plug_ins, parameters):
     with pytest.raises(UserError, match="^--reward one:f: is called as function.completion, problem."):
         written(plug_ins, "1", parameters)
 
 
-def test_a_reward_is_told_the_whole_problem_and_the_group_if_it_asks(plug_ins):
+def test_a_reward_gets_the_problem_and_the_group(plug_ins):
     assert Reward("mine:length")("abc", PROBLEM, ["abc", "d"]) == {"reward": 3.0}
     assert Reward("mine:asks")("abc", PROBLEM, ["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
 
 
 @pytest.mark.parametrize("returned,words", [
     ("1 / len(completion)", "ZeroDivisionError: division by zero at .*one.py:2"),
-    ("(_ for _ in ()).throw(GeneratorExit)", "GeneratorExit"),            # as asyncio.CancelledError: no Exception
+    ("(_ for _ in ()).throw(GeneratorExit)", "GeneratorExit"),            # not an Exception
     *((one, f"returned {re.escape(one)}, expected") for one in (
         "'5'", "None", "{}", "[1.0]", "{'shaping': -1}", "{'good': 1, 'bad': '1'}", "1e+39")),
     ("float('inf')", "returned inf"),
     ("{'good': float('inf'), 'bad': -float('inf')}", "returned {'good': inf, 'bad': -inf}"),
     ("{'a': 9e14, 'b': 9e14}", "returned {'a': 900000000000000.0"), ("10 ** 400", "returned 10000"),
     ("__import__('torch').zeros(2)", "returned tensor")])
-def test_what_a_reward_does_wrong_names_it_its_line_and_the_completion(plug_ins, returned, words):
+def test_errors_in_a_reward_name_line_and_completion(plug_ins, returned, words):
     with pytest.raises(Stopped, match=f"^--reward one:f: {words}.*problem p1, completion ''"):
         written(plug_ins, returned)("", PROBLEM, [""])
 
 
-def test_nan_and_the_largest_reward_are_allowed(plug_ins):
+def test_nan_and_the_largest_reward(plug_ins):
     parts = Reward("mine:unscorable")("", PROBLEM, [""])
     assert parts["good"] == 1 and math.isnan(parts["bad"])
     assert Reward("mine:largest")("", PROBLEM, [""]) == {"reward": -1e15}
-    rewards = torch.tensor([-1e15, 1e15] * 500)                           # no square of them is beyond fp32
+    rewards = torch.tensor([-1e15, 1e15] * 500)                           # their squares fit into fp32
     assert torch.equal(group_advantages(rewards, 1000, "group").sign(), rewards.sign())
     assert group_advantages(rewards, 1000, "group").abs().allclose(torch.ones(1000), rtol=1e-2)
 
 
 @pytest.mark.parametrize("completion", ["a", ""])
-def test_a_reward_that_goes_to_another_folder_does_not_take_the_run_along(plug_ins, completion):
-    """Else the metrics, checkpoints and adapter of the run would go to a folder of the same name there."""
+def test_a_reward_may_change_the_working_directory(plug_ins, completion):
+    """The run's relative paths must stay where they are."""
     with pytest.raises(Stopped) if not completion else nullcontext():
         Reward("mine:wanders")(completion, PROBLEM, [completion])
     assert os.getcwd() == str(plug_ins)
 
 
 def graded_by(name, completions=([0], [1]), finished=(True, True)):
-    """The rows of two completions to one problem, "a" and "b" by their first tokens."""
+    """The graded rows of one problem with the completions "a" and "b"."""
     rows = [Row([], completion, torch.full((len(completion),), -1.0), ended)
             for completion, ended in zip(completions, finished)]
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
     return grade_rows(tokenizer, [replace(PROBLEM, prompt=[0])], rows, plug_in=Reward(f"mine:{name}"))
 
 
-def test_shaping_is_a_part_but_not_in_the_task_and_a_third_parameter_with_a_default_stays_the_users(plug_ins):
+def test_shaping_is_not_in_the_task_and_defaults_stay(plug_ins):
     first, second = graded_by("weighted")
     assert first["parts"] == {"long": 1.0, "shaping": -0.1} and first["task"] == second["task"] == 1.0
     assert all(math.isnan(row["task"]) for row in graded_by("lost"))
 
 
 def scored(graded):
-    """The rows that train.score makes of what grading found."""
+    """The rows that train.score makes of graded ones."""
     rows = [Row([1], [2], torch.zeros(1), finished=True) for _ in graded]
     return train.score(lambda problems, rows: graded, [], Rollouts(rows)).rows
 
@@ -501,16 +501,16 @@ def advantages_of(rows, scale):
     return grpo.group_advantages(train.column(rows, "task"), 2, scale, train.column(rows, "shaping"))
 
 
-def test_shaping_counts_beside_rewards_that_are_too_large_to_add_it_to():
+def test_shaping_survives_beside_huge_rewards():
     rows = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
             for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
     rows = scored(rows)
-    assert rows[0].graded["reward"] - rows[0].graded["task"] == 0.25                    # rounding has made that of 0.3
+    assert rows[0].graded["reward"] - rows[0].graded["task"] == 0.25                    # 0.3, rounded
     want = [math.sqrt(0.5) + 0.15, -math.sqrt(0.5) - 0.15]
     assert advantages_of(rows, "group").tolist() == pytest.approx(want, rel=1e-6)
 
 
-def test_parts_are_in_the_row_and_their_sum_is_its_task(plug_ins):
+def test_parts_sum_to_the_task(plug_ins):
     first, second = graded_by("asks")
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
-    assert first["correct"] == 0.0                                        # there is no gold
+    assert first["correct"] == 0.0                                        # there is no gold answer
