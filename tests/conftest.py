@@ -24,7 +24,7 @@ import torch
 from tiny_qwen2 import SHAPES, config_json, random_tensors, write_folder
 
 # `nohup pytest` ignores SIGHUP, and `pytest &` in a shell script ignores SIGINT. The programs that tests start would
-# inherit this and ignore the signals that tests send. An empty handler protects pytest just as well and is not inherited.
+# inherit this and ignore the signals that tests send. An empty handler protects pytest as well and is not inherited.
 for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
@@ -61,7 +61,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_nvfp4(tmp_path_factory):
-    """../tiny as an NVFP4 folder. It equals ../tiny quantized on load (test_weights.py) and loads three times as fast."""
+    """../tiny as an NVFP4 folder: equal to ../tiny quantized on load (test_weights.py), but loads faster."""
     import calibrate
     from weights import ModelFolder
     out = tmp_path_factory.mktemp("nvfp4") / "tiny"

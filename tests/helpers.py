@@ -13,7 +13,7 @@ from lora import attach
 from model import load
 
 TINY = Path(__file__).parent.parent / "tiny"
-FP32 = 5e-5                                                               # tolerance on logits, derived in test_model.py
+FP32 = 5e-5                                                               # on logits, derived in test_model.py
 
 
 def same_bytes(a, b):
@@ -31,7 +31,7 @@ def adapted(case, rank=4, alpha=6, base="bf16", seed=2, **kwargs):
 
 
 def with_acting_adapter(model, std=1.0):
-    """The model with a rank-4 adapter whose B is random. With std 1 its effect on the tiny model far exceeds rounding."""
+    """The model with a rank-4 adapter and a random B. With std 1, its effect on ../tiny far exceeds rounding."""
     adapter = attach(model, rank=4, alpha=4)
     adapter.master.data[adapter.b_start:].normal_(0, std, generator=torch.Generator().manual_seed(0))
     adapter.sync()

@@ -109,12 +109,6 @@ def test_settings_round_trip_through_run_json(run):
         given.optim.lr = 1
 
 
-def test_resume_keeps_or_overrides_keep(run):
-    folder = run("--model", "x/qwen", "--keep", "3")
-    assert settings_of("--resume", "--out", folder).watching.keep == 3
-    assert settings_of("--resume", "--out", folder, "--keep", "5").watching.keep == 5
-
-
 def test_later_source_wins(run, tmp_path):
     def lr(*flags):
         return settings_of(*flags).optim.lr

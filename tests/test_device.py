@@ -37,7 +37,7 @@ def test_gpu_without_kernels_is_rejected(capability, refused, fake_gpu, monkeypa
 
 
 def test_amd_gpu_is_rejected(fake_gpu, monkeypatch):
-    fake_gpu((9, 0))                                                      # ROCm reports this for an MI200, which is not a Hopper
+    fake_gpu((9, 0))                                                      # as ROCm reports an MI200
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(UserError, match="^--device cuda: .*AMD"):
         load_kernels(torch.device("cuda"))
@@ -46,7 +46,8 @@ def test_amd_gpu_is_rejected(fake_gpu, monkeypatch):
 def test_cpu_gradient_accumulation_is_deterministic():
     """Otherwise threads add a shared prompt's last token in varying order, and equal seeds diverge within 30 steps."""
     g = torch.Generator().manual_seed(0)
-    at = torch.cat([torch.arange(1490), torch.full((20,), 5), torch.arange(1490)])   # repeats straddle the middle, where two threads split the work
+    # The repeats are in the middle, where two threads split the work.
+    at = torch.cat([torch.arange(1490), torch.full((20,), 5), torch.arange(1490)])
     upstream = torch.randn(len(at), 128, generator=g)
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:

@@ -1,5 +1,5 @@
 """
-Full fine-tuning: gradients against float64 autograd, the sampler's weights, the saved folder, killed runs, rejected flags.
+Full fine-tuning: gradients against float64 autograd, the sampler's weights, saved models, killed runs, wrong flags.
 
 python -m pytest tests/test_full.py -v
 """

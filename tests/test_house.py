@@ -18,8 +18,8 @@ import nvfp4
 import ops
 
 ROOT = Path(__file__).parent.parent
-# The layers: a module may import its own row and the rows above it. A module not listed here belongs to METHOD, or, if it
-# has an `if __name__ == "__main__"`, is a program, which may import everything.
+# The layers: a module may import its own row and the rows above it. Any other module belongs to METHOD, or, if it has
+# an `if __name__ == "__main__"`, is a program, which may import everything.
 ROWS = [["env", "files", "ranks"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"],
         ["train", "evaluate"], ["tools", "study"]]
 

@@ -132,11 +132,11 @@ def test_layers_keep_activations_if_kv_pool_leaves_room(gpu, pool, kept):
     assert plan.dry_step().kept_layers == kept
 
 
-def make_useful(gpu, monkeypatch, gib):
-    """Gives the model enough heads for 8 sequences of 96 tokens to need `gib` GiB of KV cache."""
+def make_useful(gpu, monkeypatch, gib, rows=ROWS, **changes):
+    """Gives the model enough heads for `rows` sequences of 96 tokens to need `gib` GiB of KV cache."""
     c = gpu.model.config
-    one_head = ROWS * (PROMPT + NEW) * 2 * c.layers * c.head_dim * 4
-    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(c, kv_heads=gib * GIB // one_head))
+    one_head = rows * (PROMPT + NEW) * 2 * c.layers * c.head_dim * 4
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(c, kv_heads=gib * GIB // one_head, **changes))
 
 
 @pytest.mark.parametrize("limit,pool,kept", [(60, 40, 3), *((limit, None, 3) for limit in range(33, 48)), (30, 20, 2),
@@ -185,9 +185,7 @@ def test_each_row_reserves_three_times_its_logits(gpu):
 def test_512_rows_only_if_learner_loses_nothing(gpu, monkeypatch, gib, kv_gib, answers, rows):
     # 512 sequences of 96 tokens need 32 GiB, 256 need 16. Three layers need 3 GiB, the micro-batch 4. With CUDA's 0.6,
     # the weights' 2 and 3 % fragmentation, 42.9 GiB hold everything.
-    c = gpu.model.config
-    one_head = 512 * (PROMPT + NEW) * 2 * c.layers * c.head_dim * 4
-    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(c, kv_heads=32 * GIB // one_head))
+    make_useful(gpu, monkeypatch, 32, rows=512)
     plan = gpu.plan(gib, kv_gib, tokens=200, rows=answers)
     assert plan.max_rows == rows
     monkeypatch.setattr(memory, "MAX_ROWS", (256,))                       # 512 not allowed
@@ -223,8 +221,8 @@ def test_dry_step_drops_activations_that_do_not_fit(gpu):
 
 
 def test_kept_layers_trade_off_against_micro_batch(gpu, monkeypatch):
-    # 4,096 tokens need 4 GiB, and 1 for each kept layer. The pool gets 0.5 of 4.8 GiB, so no layer is kept. Micro-batches
-    # of 2,048 tokens would keep 4 of 28 layers, but expand W twice as often.
+    # 4,096 tokens need 4 GiB, and 1 for each kept layer. The pool gets 0.5 of 4.8 GiB, so no layer is kept. With 2,048
+    # tokens, 4 of 28 layers would be kept, but W expanded twice as often.
     gpu.token_bytes = GIB / 4096
     monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, layers=28))
     plan = gpu.plan(7.65, kv_gib=0.5)
@@ -246,7 +244,7 @@ def test_sampler_rows_fit_a_ranks_share(loaded, monkeypatch, held_out, max_rows,
 
 
 def test_row_longer_than_micro_batch_counts_fully(gpu):
-    # A row of 96 tokens needs 1.92 GiB, and 0.48 for each kept layer. For 48 tokens, 1.2 GiB would hold all three layers.
+    # A row of 96 tokens needs 1.92 GiB, and 0.48 for each kept layer. For 48 tokens, 1.2 GiB would keep all layers.
     gpu.token_bytes = GIB / 200
     free = gpu.plan(tokens=48).free / GIB
     plan = gpu.plan(tokens=48, kv_gib=free - 1.92 - 1.2)
@@ -267,13 +265,12 @@ def test_micro_batch_shrinks_until_kv_pool_fits(gpu):
 @pytest.mark.parametrize("held", [60, 38])                                # GiB of 80
 def test_error_lists_usage_and_flags_if_nothing_fits(gpu, held):
     gpu.held = held * GIB
-    with pytest.raises(UserError, match=rf"rows of 96 tokens .* 80.6 GiB weights {held}.0, adapter 0.0, graphs 0.0.*"
-                                        "--micro-batch-tokens, --max-rows, --max-new-tokens or --lora-rank"):
+    with pytest.raises(UserError, match=rf"rows of 96 tokens .* weights {held}.0, .*--micro-batch-tokens"):
         gpu.plan()
 
 
 def test_pool_too_small_for_one_full_row_is_rejected(gpu, monkeypatch):
-    # 8 sequences of 96 tokens need 40 GiB. One needs (3 + 2) x 32 of these 768 tokens: 8.3 GiB. The micro-batch needs 4.
+    # 8 sequences of 96 tokens need 40 GiB. One needs (3 + 2) x 32 of these 768 tokens: 8.3 GiB. A micro-batch needs 4.
     make_useful(gpu, monkeypatch, 40)
     assert gpu.plan(16.0, tokens=200).pool == pytest.approx((16 - 2 - 4 - 0.6 - 0.48) * GIB, rel=2e-3)
     with pytest.raises(UserError, match="do not fit"):
@@ -372,9 +369,7 @@ def test_larger_micro_batch_leaves_kv_pool_complete(gpu, monkeypatch, gib, large
     # 256 sequences need 16 GiB. Micro-batch and 3 layers need 7 GiB with 8,192 tokens and 14 with 16,384; CUDA, weights
     # and fragmentation need 0.6, 2 and 3 %.
     gpu.token_bytes = GIB / 8192
-    c = gpu.model.config
-    one_head = 256 * (PROMPT + NEW) * 2 * c.layers * c.head_dim * 4
-    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(c, width=3584, kv_heads=16 * GIB // one_head))
+    make_useful(gpu, monkeypatch, 16, rows=256, width=3584)
     plan = gpu.plan(gib, rows=256)
     assert plan.micro_batch_tokens == largest and plan.pool == pytest.approx(16 * GIB, rel=1e-3)
 

@@ -1,8 +1,8 @@
 """
 Adapters load as they were written and agree with PEFT; wrong adapters and adapters of other models are rejected.
 
-make_reference.py made the stored logits and the folders peft_adapter/ (Qwen2) and peft_adapter_qwen3/ in fp32, with PEFT
-0.21.2 and transformers 5.23.0. Logits go up to 12 and differ by at most 1.4e-5, both ways.
+make_reference.py made the stored logits and the folders peft_adapter/ (Qwen2) and peft_adapter_qwen3/, in fp32, with
+PEFT 0.21.2 and transformers 5.23.0. Logits go up to 12 and differ by at most 1.4e-5, both ways.
 
 python -m pytest tests/test_peft.py -v
 """

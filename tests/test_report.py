@@ -1,5 +1,5 @@
 """
-The report: its data, a self-contained page without HTML injection, one-line errors. Needs Chromium for the browser test.
+The report: its data, a self-contained page without HTML injection, one-line errors. One test needs Chromium.
 
 python -m pytest tests/test_report.py -v
 """

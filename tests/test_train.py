@@ -109,8 +109,8 @@ def train(argv, folder, log, env, max_file, fault):
 class Runs:
     """Starts runs in `folder`, which contains word problems, reward functions and the tiny model in NVFP4.
 
-    Quantizing ../tiny on load gives the same weights (test_weights.py) but takes three times as long. Only tests that set
-    --base, --calibrate or --model quantize on load.
+    Quantizing ../tiny on load gives the same weights (test_weights.py) but takes longer. Only tests that set --base,
+    --calibrate or --model quantize on load.
     """
 
     def __init__(self, folder, tiny_nvfp4):
@@ -249,22 +249,16 @@ def test_report_combines_a_steps_updates():
     assert metrics["idle"] == pytest.approx(0.2)                        # 10 computed, 8 kept
     assert metrics["sampler_entropy"] == 0.5                            # over all rows, even uninformative ones
     unmeasured = train_py.report(Rollouts(rows), torch.tensor([1.0, -1.0] * 2), weights, updates, group_size=2)
-    assert unmeasured["tokens_per_s"] == 0                               # a user's sampling function may not measure time
+    assert unmeasured["tokens_per_s"] == 0  # a user's sampling function may not measure time
 
 
-def test_loss_keeps_its_values_without_flags(monkeypatch):
-    own = dataclasses.replace(LOSSES["grpo"], clip_low=0.3, correction="ppo", kl_beta=0.04)
-    monkeypatch.setitem(LOSSES, "grpo", own)
-    assert setup.loss_of(settings_of("--loss", "grpo").objective) == own
-    assert setup.loss_of(settings_of("--loss", "grpo", "--kl-beta", "0").objective).kl_beta == 0
-
-
-def test_loss_flags_override_the_losss_defaults():
-    flags = "--loss gspo --correction ppo --kl-beta 0.2".split()
-    for more, clips in ((["--clip-low", "0.1"], (0.1, 4e-4)), (["--clip-high", "0.5"], (3e-4, 0.5))):
-        loss = setup.loss_of(settings_of(*flags, *more).objective)
-        assert (loss.clip_low, loss.clip_high) == clips and loss.sequence_level
-        assert (loss.correction, loss.kl_beta) == ("ppo", 0.2)
+def test_loss_flags_override_the_losss_own_values(monkeypatch):
+    own = dataclasses.replace(LOSSES["gspo"], correction="ppo", kl_beta=0.04)
+    monkeypatch.setitem(LOSSES, "gspo", own)
+    for flag, name, value in (("", "kl_beta", 0.04), ("--kl-beta 0", "kl_beta", 0), ("--clip-low 0.1", "clip_low", 0.1),
+                              ("--clip-high 0.5", "clip_high", 0.5), ("--correction off", "correction", "off")):
+        loss = setup.loss_of(settings_of("--loss", "gspo", *flag.split()).objective)
+        assert loss == dataclasses.replace(own, **{name: value})
 
 
 def test_16_bit_model_is_calibrated_on_gpu_only():
@@ -323,7 +317,7 @@ def test_bundled_model_learns(runs):
 @pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1 --base nf4 --lr-schedule constant",
                                    "--loss gspo --advantage-scale none --correction off --overlong keep",
                                    *(f"--loss {loss}" for loss in LOSSES
-                                     if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # losses that a fork adds
+                                     if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's losses
 def test_loss_and_option_runs(runs, flags):
     name = flags.replace(" ", "").strip("-")
     runs.run(name, *"--steps 1 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
@@ -699,9 +693,9 @@ def test_resume_keeps_memory_plan_and_reports_other_hardware(runs):
 def test_two_ranks_equal_one(runs):
     """Of 7 problems, the second rank gets 3 and trains on one row per micro-batch.
 
-    Completions are equal. Gradients differ by the order of fp32 sums over some hundred tokens and by rounding in batches
-    of other sizes: 1e-4 is 5 times the difference seen. The temperature makes every group informative, so the test
-    fails if the ranks split rows differently.
+    Completions are equal. Gradients differ by the order of fp32 sums over some hundred tokens and by rounding in other
+    batch sizes: 1e-4 is 5 times the difference seen. The temperature makes every group informative, so the test fails
+    if the ranks split rows differently.
     """
     flags = ("--steps 1 --prompts-per-step 7 --save-every 1 --updates-per-rollout 2 --epochs 2 --temperature 2 "
              "--reward my_rewards:by_length --max-grad-norm 1e9").split()
@@ -807,7 +801,7 @@ def test_lost_rank_ends_run_with_checkpoint(runs, whole, device):
     assert zero.exitcode == 1, zero.exitcode
     done = len(runs.lines(out))
     assert "another rank was lost" in runs.log(out) and f"step {done} is saved" in runs.log(out)
-    runs.run(out, "--resume")                                             # one rank: different rounding, the same problems
+    runs.run(out, "--resume")  # one rank rounds differently, but has the same problems
     assert [row["id"] for row in runs.samples(out)] == [row["id"] for row in runs.samples(whole)]
 
 
