@@ -212,6 +212,17 @@ def test_failed_start_removes_calibrated_base(tmp_path, resume):
     assert (tmp_path / "base").exists() == resume
 
 
+def test_resume_writes_the_adapter_that_a_kill_prevented(tmp_path):
+    written = []
+    for resume in (False, True):
+        folder = RunFolder(tmp_path, some_live(), lambda tensors, path: written.append(tensors["master"]))
+        folder.start({}, resume)
+        if not resume:
+            folder.snapshot({"step": 2})
+            folder.checkpoints.save()                                     # a kill would come here
+    assert len(written) == 1 and torch.equal(written[0], some_live()["master"])
+
+
 # -----------------------------------------------------------------------------
 # How a run ends
 
@@ -226,6 +237,15 @@ def test_signal_waits_until_block_ends(handlers):
             os.kill(os.getpid(), signal.SIGTERM)
             done.append("log")
     assert done == ["log"] and [signal.getsignal(number) for number in folder_py.STOP_SIGNALS] == before
+
+
+@pytest.mark.parametrize("error", [Stopped("stopped"), OSError("disk full"), UserError("x.json: bad"),
+                                   torch.OutOfMemoryError("no room\nsecond line")])
+def test_expected_error_is_one_line_and_saves_step(handlers, error):
+    with pytest.raises(SystemExit) as stop:
+        with ending_with(lambda: "step 7 is saved", str):
+            raise error
+    assert "step 7 is saved" in stop.value.code and "\n" not in stop.value.code
 
 
 def test_bug_keeps_traceback_and_saves_step(handlers):

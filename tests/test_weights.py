@@ -92,6 +92,8 @@ def test_merged_folder_has_the_same_logits(tiny, tmp_path, monkeypatch, shape, b
     tensors = ((name, t.detach().bfloat16()) for name, t in model_tensors(model))
     save_model(tensors, case.folder, tmp_path / "merged")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in case.tensors.values())
     again = load(tmp_path / "merged", base="bf16", device="cpu")
     for name, got in model_tensors(again):
         assert torch.equal(got.bfloat16().float(), got.float()), f"{name} is not bf16"
