@@ -135,6 +135,6 @@ def test_wrong_input_is_named(flags, names, run_folder, tmp_path, monkeypatch, c
     shutil.copytree(run_folder, "stolen")
     held = json.loads(Path("stolen/run.json").read_text())
     Path("stolen/run.json").write_text(json.dumps(held | {"prompt_style": "evil:f"}))
-    said = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
-    said = capsys.readouterr().err.splitlines()[-1] if said == 2 else said
-    assert said.startswith("chat") and all(name in said for name in names) and "\n" not in said, said
+    error = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
+    error = capsys.readouterr().err.splitlines()[-1] if error == 2 else error
+    assert error.startswith("chat") and all(name in error for name in names) and "\n" not in error, error

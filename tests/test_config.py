@@ -136,8 +136,8 @@ def test_recipe_is_valid(recipe):
     values = json.loads(recipe.read_text())
     del values["about"]
     values.pop("model", None)                                             # the flag below overrides it
-    plain, told = settings_of("--model", "x"), settings_of("--model", "x", "--config", str(recipe))
-    assert told.flat() == plain.flat() | values
+    plain, custom = settings_of("--model", "x"), settings_of("--model", "x", "--config", str(recipe))
+    assert custom.flat() == plain.flat() | values
 
 
 def test_paper_recipe_matches_table_4():

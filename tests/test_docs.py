@@ -61,13 +61,13 @@ def help_of(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     @functools.cache
-    def said(file, word=""):
+    def help_text(file, word=""):
         monkeypatch.setattr(sys, "argv", [file, *([word] if word else []), "--help"])
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
             runpy.run_path(str(ROOT / file), run_name="__main__")
         return out.getvalue()
 
-    return said
+    return help_text
 
 
 def flags_in(text):

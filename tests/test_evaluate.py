@@ -175,8 +175,8 @@ def test_wrong_input_is_named(flags, names, run, capsys):
     before = Path("taken.jsonl").read_bytes()
     with pytest.raises(SystemExit) as stop:
         run(*BASIC, "--limit", "3", *flags)
-    said = str(stop.value.code) if stop.value.code != 2 else capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("evaluate.py: ") and "\n" not in said and all(name in said for name in names), said
+    error = str(stop.value.code) if stop.value.code != 2 else capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("evaluate.py: ") and "\n" not in error and all(name in error for name in names), error
     assert Path("taken.jsonl").read_bytes() == before
 
 

@@ -52,16 +52,16 @@ def test_calculator_turns_match_one_forward_and_mask_tool_output():
     rows = rollouts.rows
     assert [row.prompt for row in rows] == [prompt for prompt in prompts for _ in range(4)]
     for row in rows:
-        text, said = tokenizer.decode(row.completion), ""
+        text, replayed = tokenizer.decode(row.completion), ""
         for token, sampled in zip(row.completion, row.mask.tolist()):      # the mask covers exactly the tool's results
             if sampled:
-                said += tokenizer.decode([token])
-            elif said.endswith("="):
-                result = calculator.calculate(said)
-                said += result
+                replayed += tokenizer.decode([token])
+            elif replayed.endswith("="):
+                result = calculator.calculate(replayed)
+                replayed += result
             else:
-                assert said.endswith(result)
-        assert said == text and len(row.completion) <= 40 and row.finished == (row.completion[-1] in tokenizer.end_ids)
+                assert replayed.endswith(result)
+        assert replayed == text and len(row.completion) <= 40 and row.finished == (row.completion[-1] in tokenizer.end_ids)
     assert sum(not row.mask.all() for row in rows) >= 6                    # the calculator is used
     with torch.no_grad():
         whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows],

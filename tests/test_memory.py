@@ -312,8 +312,8 @@ def test_resume_replans_only_if_old_plan_does_not_fit(monkeypatch, capsys, free,
     began = Limits(kv_gib=3.0, micro_batch_tokens=16384)
     made = setup.divide_memory(learner, Limits(), Rollout(), 512, 0, began)
     assert (made.engine.kv.nbytes / GIB, learner.micro_batch_tokens) == (pool, tokens)
-    said = capsys.readouterr().out
-    assert ("memory plan that the run started with does not fit" in said) == (free < 3)
+    output = capsys.readouterr().out
+    assert ("memory plan that the run started with does not fit" in output) == (free < 3)
     if free < 3:
         with pytest.raises(UserError, match="only 2.00 GiB are left"):              # a new run does not start
             setup.divide_memory(learner, began, Rollout(), 512, 0)

@@ -133,8 +133,8 @@ def test_adapter_reports_different_training_conditions(tiny, tmp_path, capsys):
     tell_other_conditions(tmp_path, trained)
     assert capsys.readouterr().out == ""
     tell_other_conditions(tmp_path, other)
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 4 and all(str(tmp_path) in line for line in told)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(str(tmp_path) in line for line in lines)
 
 
 def test_calibration_is_a_training_condition(tmp_path):

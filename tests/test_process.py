@@ -122,16 +122,16 @@ def test_wrong_data_is_found_before_weights_are_downloaded(tmp_path, monkeypatch
     assert "*.json" in asked and "*.safetensors" not in asked
 
 
-@pytest.mark.parametrize("error,said", [
+@pytest.mark.parametrize("error,line", [
     (UserError("x.json: bad\nmore"), "me: x.json: bad"), (OSError(), "me: OSError"),
     (Stopped("stopped"), "me: stopped"),
     (MemoryError("big"), "me: not enough memory: big"),
     (RuntimeError("you tried to allocate 9 bytes"), "me: not enough memory: you tried to allocate 9 bytes")])
-def test_expected_error_is_one_line(error, said):
+def test_expected_error_is_one_line(error, line):
     with pytest.raises(SystemExit) as stop:
         with env.one_line("me"):
             raise error
-    assert stop.value.code == said
+    assert stop.value.code == line
 
 
 def test_output_is_unbuffered_in_any_encoding(tmp_path):

@@ -65,7 +65,7 @@ def test_missing_template_is_named(tmp_path, template):
         Tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("template,said", [
+@pytest.mark.parametrize("template,expected", [
     ("{% if", "unexpected"), ("{{ raise_exception('no\nuser') }}", "no"),
     ("[INST] {{ messages[0].content }} [/INST]", "im_start"), (TURNS, "im_start"),                # opens no answer
     (TURNS.replace("message.content", "message.content | upper") + ANSWER, "user says"),
@@ -75,10 +75,10 @@ def test_missing_template_is_named(tmp_path, template):
     ("{% include '/etc/hostname' %}", "loader"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
     ("{% for a in range(1000000000) %}{% endfor %}", "range")])
-def test_broken_or_unsafe_template_is_rejected(tmp_path, template, said):
+def test_broken_or_unsafe_template_is_rejected(tmp_path, template, expected):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match=f"(?i)chat_template.jinja: chat_template .*{said}") as error:
+    with pytest.raises(UserError, match=f"(?i)chat_template.jinja: chat_template .*{expected}") as error:
         Tokenizer(tmp_path)
     assert "\n" not in str(error.value)
 
@@ -200,13 +200,13 @@ def test_example_prompt_function_makes_a_conversation(monkeypatch):
     assert text.endswith("<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("said", [
+@pytest.mark.parametrize("result", [
     "", " ", [], None, 3, [3], [{"content": "q"}], {"role": "user", "content": "q"}, [{"role": "user", "content": ()}],
     *([{"role": role, "content": text}, {"role": "user", "content": "q"}]
       for role, text in ((3, "q"), ("systm", "q"), ("system", 3))), ["q", {"role": "user", "content": "q"}],
     [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
-def test_invalid_prompt_function_result_is_rejected(monkeypatch, said):
-    monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: lambda problem: said)
+def test_invalid_prompt_function_result_is_rejected(monkeypatch, result):
+    monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: lambda problem: result)
     with pytest.raises(UserError, match="--prompt-style my:ask: .* for problem x, got"):
         encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask")
 
@@ -249,9 +249,9 @@ def test_held_out_problems_in_training_data_are_reported(tmp_path, capsys, numbe
     settings = Data(data=sums(tmp_path / "sums.jsonl", range(30)), eval_data=sums(tmp_path / "held.jsonl", numbers),
                     eval_problems=3)
     split_problems(settings, Tokenizer(TINY))
-    said = f"{known} of 3 held-out problems are also trained on" if known else ""
+    expected = f"{known} of 3 held-out problems are also trained on" if known else ""
     out = capsys.readouterr().out
-    assert said in out and bool(out) == bool(known)
+    assert expected in out and bool(out) == bool(known)
 
 
 def test_training_needs_two_problems(tmp_path):

@@ -51,12 +51,12 @@ def test_failed_collective_means_a_lost_rank(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_interrupts_a_blocking_wait(number, ctrl_c_interrupts):
     def stop(*_):
-        raise Stopped("told to")
+        raise Stopped("asked to")
 
     before, end = signal.signal(number, stop), threading.Event()
     try:
         threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
-        with pytest.raises(Stopped, match="told to"):
+        with pytest.raises(Stopped, match="asked to"):
             ranks.interruptible(end.wait)
     finally:
         end.set()

@@ -156,18 +156,18 @@ def test_bad_flag_or_path_is_named(tmp_path, monkeypatch):
 # -----------------------------------------------------------------------------
 # In a browser
 
-# Runs `acts` in the page and appends what they put into `said` to the page, as JSON.
+# Runs `acts` in the page and appends what they put into `found` to the page, as JSON.
 HAND = """<script>
 const wait = ms => new Promise(done => setTimeout(done, ms))
 const all = selector => [...document.querySelectorAll(selector)]
 const texts = selector => all(selector).map(node => node.textContent)
-async function acts() { const said = {}; %s; return said }
+async function acts() { const found = {}; %s; return found }
 const at = setInterval(() => {
   if (!one(".rows .row")) return
   clearInterval(at)
-  acts().catch(error => ({ error: String(error) })).then(said => {
-    const packed = btoa(unescape(encodeURIComponent(JSON.stringify(said))))
-    document.body.append(make("output", { id: "said" }, packed))
+  acts().catch(error => ({ error: String(error) })).then(found => {
+    const packed = btoa(unescape(encodeURIComponent(JSON.stringify(found))))
+    document.body.append(make("output", { id: "found" }, packed))
   })
 }, 50)
 </script>
@@ -175,13 +175,13 @@ const at = setInterval(() => {
 
 
 def played(acts, page):
-    """Runs the script `acts` in a copy of the page. -> its `said`"""
+    """Runs the script `acts` in a copy of the page. -> its `found`"""
     copy = page.with_name("played.html")
     copy.write_text(page.read_text("utf-8") + HAND % acts, "utf-8")
     done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000",
                            "--window-size=1400,900", f"--user-data-dir={page.with_name('profile')}", "--dump-dom",
                            f"file://{copy}"], capture_output=True, text=True, timeout=120)
-    packed = re.search(r'id="said">([\w+/=]*)<', done.stdout)
+    packed = re.search(r'id="found">([\w+/=]*)<', done.stdout)
     return json.loads(base64.b64decode(packed[1]))
 
 
@@ -197,15 +197,15 @@ def test_html_in_run_files_stays_text(tmp_path, monkeypatch):
     with open(folder / "metrics.jsonl", "a") as metrics:
         metrics.write("\n")
     assert run(monkeypatch, folder, folder, "--out", tmp_path / "page.html") is None
-    said = played("""
+    found = played("""
         for (const view of ["answers", "problems"]) for (const set of ["", "held-out"]) {
           only({ view: view === "answers" ? "" : view, set, text: "img" }); await wait(200)
           all(".rows .row")[0].click()
-          said[view + set] = one(".detail").textContent.includes("<img src=x onerror=alert(1)>")
+          found[view + set] = one(".detail").textContent.includes("<img src=x onerror=alert(1)>")
         }
-        said.title = one("h1").textContent
-        said.foreign = all("img, script:not([id])").length
+        found.title = one("h1").textContent
+        found.foreign = all("img, script:not([id])").length
     """, tmp_path / "page.html")
-    assert said.pop("foreign") == 2                                       # the page's script and HAND
-    assert said.pop("title") == f"{folder}, {folder}"
-    assert list(said.values()) == [True] * 4
+    assert found.pop("foreign") == 2                                       # the page's script and HAND
+    assert found.pop("title") == f"{folder}, {folder}"
+    assert list(found.values()) == [True] * 4

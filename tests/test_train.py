@@ -55,7 +55,7 @@ def nan(completion, problem):
 def levels(completion, problem, group):
     return {"level": problem["level"], "group": len(group)}
 
-def unscorable_at_times(completion, problem):
+def sometimes_unscorable(completion, problem):
     return problem["level"] or float("nan")
 
 def ask(problem):
@@ -541,11 +541,11 @@ def test_custom_reward_and_prompt_need_no_gold(runs):
     assert metrics["reward_group"] == 4 and metrics["reward_level"] == sum(r["parts"]["level"] for r in samples) / 8
     assert 1 <= metrics["eval_reward"] <= 3 and metrics["accuracy"] == 0
 
-    runs.run("at-times", *flags, "--reward", "my_rewards:unscorable_at_times", "--steps", "2", "--eval-problems", "8")
-    assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("at-times")[1:])
-    levels = [row["task"] for row in runs.samples("at-times")]
+    runs.run("sometimes", *flags, "--reward", "my_rewards:sometimes_unscorable", "--steps", "2", "--eval-problems", "8")
+    assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("sometimes")[1:])
+    levels = [row["task"] for row in runs.samples("sometimes")]
     assert None in levels[:8] and {1, 2} & set(levels[:8])                # one group in three has no reward
-    for metrics in runs.metrics("at-times"):
+    for metrics in runs.metrics("sometimes"):
         numbers = [level for level in levels[8 * metrics["step"]:][:8] if level]
         assert metrics["reward"] == metrics["reward_reward"] == sum(numbers) / len(numbers)
 
@@ -629,15 +629,15 @@ def stop_after_reading():
     folder_py.trim_log = trim_log
 
 
-@pytest.mark.parametrize("fault,said", [
+@pytest.mark.parametrize("fault,expected", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; continue"),
     (stop_after_reading, "stopped by SIGTERM; step 9 is saved; continue")])
-def test_interrupted_resume_keeps_adapter(runs, whole, fault, said):
+def test_interrupted_resume_keeps_adapter(runs, whole, fault, expected):
     # The trained adapter must not be replaced by the initial one, whose B is zero.
     folder = shutil.copytree(runs.folder / whole, runs.folder / fault.__name__)
     before = files_of(folder)
     log = runs.run(fault.__name__, "--resume", code=1, fault=fault)
-    assert said in log and files_of(folder) == before
+    assert expected in log and files_of(folder) == before
 
 
 def test_full_disk_keeps_earlier_checkpoints(runs, whole):
