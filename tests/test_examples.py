@@ -61,7 +61,8 @@ def test_calculator_turns_match_one_forward_and_mask_tool_output():
                 replayed += result
             else:
                 assert replayed.endswith(result)
-        assert replayed == text and len(row.completion) <= 40 and row.finished == (row.completion[-1] in tokenizer.end_ids)
+        assert replayed == text and len(row.completion) <= 40
+        assert row.finished == (row.completion[-1] in tokenizer.end_ids)
     assert sum(not row.mask.all() for row in rows) >= 6                    # the calculator is used
     with torch.no_grad():
         whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows],

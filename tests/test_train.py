@@ -305,12 +305,13 @@ def test_seed_determines_noise_sampling_and_adapter(runs):
 # Learning
 
 def test_bundled_model_learns(runs):
-    # Three seeds gave mean rewards of 0.34 to 0.41 over the first four steps and 0.88 to 0.97 over the last four.
-    runs.run("learns", *("--data more.jsonl --steps 12 --prompts-per-step 8 --group-size 6 --max-new-tokens 32 "
-                         "--lr 3e-3 --eval-problems 16 --eval-every 99").split(), model=ROOT / "tiny")
+    # With three seeds, rewards were 0.28 to 0.41 over the first three steps and 0.73 to 0.83 over the last three, and
+    # held-out accuracy went from 0.44 to 0.94.
+    runs.run("learns", *("--data more.jsonl --steps 8 --prompts-per-step 8 --group-size 6 --max-new-tokens 32 "
+                         "--lr 4e-3 --eval-problems 16 --eval-every 99").split(), model=ROOT / "tiny")
     metrics = runs.metrics("learns")
     rewards = [m["reward"] for m in metrics]
-    assert sum(rewards[:4]) / 4 < 0.5 and sum(rewards[-4:]) / 4 > 0.85, rewards
+    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.65, rewards
     assert metrics[0]["eval_accuracy_before"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
