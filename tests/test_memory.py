@@ -124,15 +124,6 @@ def test_plan_counts_linears_without_adapter(gpu, monkeypatch):
     assert len(model.layers[0].gate_up.scratch.flat) == gate_up            # the learner's buffer
 
 
-@pytest.mark.parametrize("pool,kept", [(20, 3), (68.5, 3), (69, 2), (71, 0)])
-def test_layers_keep_activations_if_kv_pool_leaves_room(gpu, pool, kept):
-    # 71.6 of 80 GiB are left: 2 are taken, 4 go to the micro-batch, 2.4 to fragmentation. A layer needs 1.
-    plan = gpu.plan(kv_gib=pool, tokens=200)
-    assert (plan.pool, plan.kept_layers) == (pool * GIB, kept)
-    gpu.held += plan.pool
-    assert plan.dry_step().kept_layers == kept
-
-
 def make_useful(gpu, monkeypatch, gib, rows=ROWS, **changes):
     """Gives the model enough heads for `rows` sequences of 96 tokens to need `gib` GiB of KV cache."""
     c = gpu.model.config
@@ -221,6 +212,15 @@ def test_dry_step_drops_activations_that_do_not_fit(gpu):
     assert plan.kept_layers == 2 and plan.dry_step().kept_layers == 1
 
 
+def test_dry_step_drops_only_as_many_layers_as_needed(gpu, monkeypatch):
+    # 28 layers and the micro-batch are planned at 32 of 32.1 GiB (80 less 2, 2.4 and the pool) but need 0.5 more.
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, layers=28))
+    plan = gpu.plan(kv_gib=43.5, tokens=200)
+    worst_case = plan.worst_case
+    monkeypatch.setattr(plan, "worst_case", lambda *sizes: worst_case(*sizes) + GIB / 2)
+    assert plan.kept_layers == 28 and plan.dry_step().kept_layers == 27
+
+
 def test_kept_layers_trade_off_against_micro_batch(gpu, monkeypatch):
     # 4,096 tokens need 4 GiB, and 1 for each kept layer. The pool gets 0.5 of 4.8 GiB, so no layer is kept. With 2,048
     # tokens, 4 of 28 layers would be kept, but W expanded twice as often.
@@ -261,13 +261,6 @@ def test_micro_batch_shrinks_until_kv_pool_fits(gpu):
     gpu.token_bytes = GIB / 400                                      # 4096 need 41 of 75, 2048 need 20
     plan = gpu.plan(kv_gib=54)                                       # fits with 2048, not with 4096
     assert plan.micro_batch_tokens == 2048 and plan.pool == 54 * GIB
-
-
-@pytest.mark.parametrize("held", [60, 38])                                # GiB of 80
-def test_error_lists_usage_and_flags_if_nothing_fits(gpu, held):
-    gpu.held = held * GIB
-    with pytest.raises(UserError, match=rf"rows of 96 tokens .* weights {held}.0, .*--micro-batch-tokens"):
-        gpu.plan()
 
 
 def test_pool_too_small_for_one_full_row_is_rejected(gpu, monkeypatch):
