@@ -143,10 +143,10 @@ def test_first_half_of_kv_pool_outranks_activations(gpu, monkeypatch, limit, poo
 
 
 def test_largest_micro_batch_leaves_a_quarter_of_the_pool(gpu, monkeypatch):
-    # 20.7 of 24 GiB are left; 16384 tokens need 16 of them, 8192 need 8. A quarter of 40 is 10.
-    make_useful(gpu, monkeypatch, 40)
+    # 34 of 37.8 GiB are left. 16384 tokens need 16 and leave 18 for the pool, less than a quarter of 80; 8192 need 8.
+    make_useful(gpu, monkeypatch, 80)
     gpu.token_bytes = GIB / 4096
-    plan = gpu.plan(24)
+    plan = gpu.plan(37.8)
     assert (plan.micro_batch_tokens, plan.kept_layers) == (8192, 0)
 
 

@@ -76,9 +76,9 @@ signal.signal(signal.SIGHUP, signal.{hangups})
 import env
 with env.one_line("me"):
     os.kill(os.getpid(), signal.SIGHUP)
-    print("goes on")
+    print("continues")
 """
-    assert run(cwd=tmp_path, code=code) == ((1, "me: stopped by SIGHUP\n") if stop else (0, "goes on\n"))
+    assert run(cwd=tmp_path, code=code) == ((1, "me: stopped by SIGHUP\n") if stop else (0, "continues\n"))
 
 
 # -----------------------------------------------------------------------------
