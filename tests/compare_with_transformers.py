@@ -1,16 +1,15 @@
 """
-Reads what this project writes with other programs, and compares: PEFT, transformers and compressed-tensors.
-docs/formats.md has the figures that it printed.
+Loads this project's output with PEFT, transformers and compressed-tensors, and compares results. docs/formats.md lists
+the figures it printed.
 
     pip install -r requirements.txt transformers==5.23.0 peft==0.21.2 compressed-tensors==0.20.0 accelerate
     python tests/compare_with_transformers.py MODEL RUN --answers 128
 
-MODEL: a 16-bit Qwen2.5 folder. RUN: a run of train.py that began from it with --base nvfp4 and without --calibrate.
+MODEL: a 16-bit Qwen2.5 folder. RUN: a run of train.py on MODEL with --base nvfp4 and without --calibrate.
 
-Everything is computed in fp32 on a CPU, of the same weights, so two programs differ by rounding alone. How much
-rounding may do is not guessed: tiny_qwen2.py computes the same logits in float64, transformers' distance from these
-(root mean square) shows how large such an error is, and ours may be at most twice as large. "left out" says what a
-mistake would look like: by how much the logits move without the adapter, or without the rounding to 4 bits.
+Everything is computed in fp32 on a CPU from the same weights, so programs differ only by rounding. tiny_qwen2.py
+computes the same logits in float64. Our root mean square distance from them may be at most twice transformers'. "left
+out" shows what a mistake would look like: how much the logits change without the adapter, or without 4-bit rounding.
 """
 import argparse
 import json
@@ -39,7 +38,7 @@ TEXTS = 4                                         # problems whose logits are co
 
 
 def convert(*arguments):
-    """tools.convert, as a user calls it."""
+    """Runs tools.convert as a user would."""
     subprocess.run([sys.executable, "-m", "tools.convert", *map(str, arguments)], cwd=ROOT, check=True,
                    stdout=subprocess.DEVNULL)
 
@@ -49,20 +48,20 @@ def transformers_model(folder, dtype=torch.float32, **options):
 
 
 def weights_of(model):
-    """A transformers model's tensors under the names of a checkpoint, without lm_head where it is the embedding."""
+    """A transformers model's tensors by their names in a checkpoint, without a tied lm_head."""
     tied = model.config.tie_word_embeddings
     return {name: t.detach() for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
 @torch.no_grad()
 def logits_of(model, texts):
-    """All logits of all texts, one text at a time: (total tokens, V) fp32."""
+    """Logits of all texts, computed one text at a time: (total tokens, V) fp32."""
     outputs = [model(torch.tensor([text])) for text in texts]
     return torch.cat([getattr(out, "logits", out)[0].float() for out in outputs])
 
 
 def compare(name, ours, theirs, exact, without=None):
-    """Prints how far two programs' logits are apart, and stops where rounding cannot explain it."""
+    """Prints how far two programs' logits differ. Exits if rounding cannot explain it."""
     error, their_error = ((t - exact).square().mean().sqrt().item() for t in (ours, theirs))
     line = (f"{name}: logits up to {exact.abs().max():.1f}; ours and theirs at most {(ours - theirs).abs().max():.1e} "
             f"apart; root mean square distance from float64 {error:.1e}, theirs {their_error:.1e}")
@@ -75,7 +74,7 @@ def compare(name, ours, theirs, exact, without=None):
 
 @torch.no_grad()
 def compare_answers(name, ours, theirs, prompts, end_ids, length):
-    """Greedy answers to every prompt, by our sampler and by transformers' generate()."""
+    """Prints how many greedy answers of our sampler equal those of transformers' generate()."""
     sampler = Sampler(ours, max_length=max(map(len, prompts)) + length, kv_gib=1)
     mine = sampler.generate(prompts, 1, Sampling(length, tuple(end_ids), temperature=0)).completions
     equal = 0
@@ -132,7 +131,7 @@ def main():
         theirs_in_bf16 = transformers_model(scratch / "nvfp4", torch.bfloat16)
         compare("NVFP4, theirs in bf16", four_bits, logits_of(theirs_in_bf16, texts), exact, without=sixteen_bits)
 
-        # What a run trained from 16-bit files holds are the codes that `convert nvfp4` writes.
+        # A run that starts from 16-bit files has the codes that `convert nvfp4` writes.
         ours = load(args.model, base="nvfp4", device="cpu")
         load_adapter(ours, args.run / "adapter")
         theirs = PeftModel.from_pretrained(theirs, args.run / "adapter")

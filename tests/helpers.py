@@ -1,5 +1,5 @@
 """
-What several test files share: tokenizers, chat templates, adapters of tiny models. No test is here.
+Shared by several test files: tokenizers, chat templates, adapters for tiny models.
 """
 import json
 import shutil
@@ -13,16 +13,16 @@ from lora import attach
 from model import load
 
 TINY = Path(__file__).parent.parent / "tiny"
-FP32 = 5e-5                                                               # on logits: as in test_model.py
+FP32 = 5e-5                                                               # on logits, derived in test_model.py
 
 
 def same_bytes(a, b):
-    """Equal shapes and bits, where -0 is not 0."""
+    """Equal shapes and bits: -0 differs from 0."""
     return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def adapted(case, rank=4, alpha=6, base="bf16", seed=2, **kwargs):
-    """The tiny model with a nonzero adapter, and that adapter's tensors by PEFT's names."""
+    """-> the tiny model with a nonzero adapter, and the adapter's tensors by PEFT's names."""
     model = load(case.folder, base=base, device="cpu", **kwargs)
     attach(model, rank=rank, alpha=alpha)
     tensors = random_adapter(case.raw, rank, seed=seed)
@@ -31,7 +31,7 @@ def adapted(case, rank=4, alpha=6, base="bf16", seed=2, **kwargs):
 
 
 def with_acting_adapter(model, std=1.0):
-    """The model with an adapter of rank 4 whose B is random; with the tiny model and std 1 far from rounding."""
+    """The model with a rank-4 adapter and a random B. With std 1, its effect on ../tiny far exceeds rounding."""
     adapter = attach(model, rank=4, alpha=4)
     adapter.master.data[adapter.b_start:].normal_(0, std, generator=torch.Generator().manual_seed(0))
     adapter.sync()
@@ -39,7 +39,7 @@ def with_acting_adapter(model, std=1.0):
 
 
 def attach_to_some(model, linears, rank=4):
-    """Gives an adapter to these linears of a model alone, as a fork may: attach() covers every linear."""
+    """Gives an adapter to only these linears, as a fork may. attach() covers every linear."""
     model.adapter = attach(SimpleNamespace(modules=lambda: linears, dtype=model.dtype), rank)
 
 
@@ -48,8 +48,8 @@ def tokens_of(case, *shape):
 
 
 def save_tokenizer(folder, template=None, thinks=False):
-    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 the control tokens. thinks: as in Qwen3's,
-    <think> and </think> are tokens of their own and not special, ids 259 and 260.
+    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 control tokens. thinks: add <think> and
+    </think> as ordinary tokens 259 and 260, as Qwen3 does.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -65,8 +65,8 @@ def save_tokenizer(folder, template=None, thinks=False):
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-# Chat templates that write the same as Qwen's: the beginning, what all of them have in common; then how each lets an
-# answer begin. make_chat_reference.py shows the same of Qwen's own texts.
+# Chat templates that write the same text as Qwen's. make_chat_reference.py checks this with Qwen's own templates.
+# TURNS writes the messages; what follows opens the answer.
 TURNS = r"""{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor %}"""
@@ -98,7 +98,7 @@ TEMPLATES = {
 
 
 def thinking_tiny(folder, template):
-    """The tiny model with this template, and with <think> and </think> among ids that its tokenizer has to spare."""
+    """The tiny model with this template, and with <think> and </think> as two of its tokenizer's spare ids."""
     shutil.copytree(TINY, folder)
     raw = json.loads((folder / "tokenizer.json").read_text())
     first = 1 + max([*raw["model"]["vocab"].values(), *(token["id"] for token in raw["added_tokens"])])

@@ -1,23 +1,21 @@
 """
-Writes chat_reference.json: eight conversations as Qwen's own chat templates write them, with thinking on and off.
-test_prompts.py compares them with what prompts.py makes of the same conversations.
+Writes chat_reference.json: eight conversations rendered by Qwen's own chat templates, with thinking on and off.
+test_prompts.py compares prompts.py with them.
 
     pip install -r requirements.txt
     pip download --no-deps trl==1.16.0 unsloth==2026.10.9
     python tests/make_chat_reference.py trl-1.16.0-*.whl unsloth-2026.10.9-*.whl
 
-The templates are read from the two packages, of which nothing is run or installed (both are Apache-2.0, as the models
-are):
+The templates are read from the two packages, which are not run or installed (both are Apache-2.0, like the models):
 
-    qwen2.5     trl/chat_templates/qwen2_5.jinja, of Qwen2.5-7B-Instruct
-    qwen3       trl/chat_templates/qwen3.jinja, of Qwen3-8B and its siblings of other sizes
-    instruct    trl/chat_templates/qwen3_instruct_2507.jinja, of Qwen3-4B-Instruct-2507
-    thinking    qwen3_thinking_template in unsloth/chat_templates.py, of Qwen3-4B-Thinking-2507. In the model's own file
-                the last text has its line breaks as "\\n"; here they are real ones, which mean the same
+    qwen2.5     trl/chat_templates/qwen2_5.jinja, from Qwen2.5-7B-Instruct
+    qwen3       trl/chat_templates/qwen3.jinja, from Qwen3-8B and its other sizes
+    instruct    trl/chat_templates/qwen3_instruct_2507.jinja, from Qwen3-4B-Instruct-2507
+    thinking    qwen3_thinking_template in unsloth/chat_templates.py, from Qwen3-4B-Thinking-2507. The model's own file
+                writes the line breaks of the last text as "\\n"; real ones, as here, mean the same
 
-jinja2 runs them as transformers does, with trim_blocks and lstrip_blocks. The script also gives each template to
-prompts.py in a model's folder, and ends with an error unless every conversation comes out the same there. The
-tests do without the templates' text; they have stand-ins that write the same.
+jinja2 renders them as transformers does, with trim_blocks and lstrip_blocks. The script also renders every conversation
+with prompts.py and each template, and fails if they differ. The tests use stand-ins for the templates (helpers.py).
 """
 import argparse
 import ast
@@ -51,22 +49,22 @@ CONVERSATIONS = [
     chat(("user", "2+3?"), ("assistant", "<think>\nTwo and three.\n</think>\n\nIt is 5."), ("user", "And 3+4?")),
     chat(("system", "Be brief."), ("user", "2+3?"), ("assistant", "<think>\nHm.\n</think>\n\nIt is 5."),
          ("user", "And 3+4?"), ("assistant", "<think>\n\n</think>\n\nIt is 7.\n"), ("user", "And 4+5?")),
-    # An answer whose thinking the prompt had opened; then one without line breaks, then one that only thinks.
+    # An answer whose thinking was opened by the prompt, one without line breaks, one with nothing but thinking.
     chat(("user", "2+3?"), ("assistant", "Two and three.\n</think>\n\nIt is 5."), ("user", "And 3+4?"),
          ("assistant", "<think>Hm.</think>It is 7."), ("user", "And 4+5?"), ("assistant", "<think>\nHm.\n</think>"),
          ("user", "Well?")),
-    # Two thoughts in one answer; one that was not closed; a line break in front of an answer without a thought.
+    # An answer that thinks twice, one with unclosed thinking, one without thinking that starts with a line break.
     chat(("user", "2+3?"), ("assistant", "<think>\n1\n</think>\n\n4. <think>\n2\n</think>\n\n\nNo, 5."),
          ("user", "Yes?"), ("assistant", "<think>\nLet me see"), ("user", "Go on."), ("assistant", "\nIt is 5. "),
          ("user", " Thanks\n")),
-    # A system message in between, the tags in what others say, other scripts.
+    # A system message in the middle, tags in system and user messages, other scripts.
     chat(("system", "Write <think> and </think>."), ("user", "½ of 六 é, {{ 1 }}?"), ("assistant", "3 {% if %}"),
          ("system", "Now in German."), ("user", "What does </think> mean? <think>")),
 ]
 
 
 def templates(trl, unsloth):
-    """Name -> text."""
+    """-> name -> template."""
     with zipfile.ZipFile(trl) as wheel:
         found = {name: wheel.read(f"trl/chat_templates/{file}.jinja").decode() for name, file in FILES.items()}
     with zipfile.ZipFile(unsloth) as wheel:

@@ -1,10 +1,10 @@
 """
-Writes nvfp4_reference.safetensors: small weights, and what other people's code makes of them. test_nvfp4.py compares.
+Writes nvfp4_reference.safetensors: small weights, quantized by other packages, for test_nvfp4.py.
 
     pip install torch compressed-tensors==0.20.0 bitsandbytes==0.50.2 && python tests/make_fixtures_nvfp4.py
 
-Neither package is needed by the project or its tests. Each case is w (N, K) and its packed, scale and decoded tensors;
-the NVFP4 cases also hold `inverse`, the tensor scale as compressed-tensors stores it.
+The project and its tests need neither package. Each case has w (N, K) and its packed, scale and decoded tensors; NVFP4
+cases also have `inverse`, the tensor scale as compressed-tensors stores it.
 """
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def nf4_case(w):
 
 
 def corner_weights():
-    """Every tie with both signs, saturation, zeros of both signs, blocks that underflow, for tensor scale 1."""
+    """Ties, saturation, both zeros and blocks that underflow, with both signs, for tensor scale 1."""
     w = torch.zeros(8, 64)
     w[:4] = torch.arange(-128, 128).view(4, 64) / 16
     w[:4, ::16] = 6.0                                               # block scale 1 (first block of row 0: 8 / 6)
@@ -56,7 +56,7 @@ def corner_weights():
 
 
 def every_bf16_maximum():
-    """A block for each bf16 in [1, 2). With the tensor scale below, 8 block scales depend on max / 6 being bf16."""
+    """One block per bf16 in [1, 2). With the tensor scale below, 8 block scales depend on max / 6 being bf16."""
     w = torch.zeros(8, 256)
     w[:, ::16] = torch.arange(128, 256).view(8, 16) / 128
     return w.bfloat16()
@@ -64,7 +64,7 @@ def every_bf16_maximum():
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    w = torch.randn(8, 64) * torch.logspace(-3, 0, 8)[:, None]      # rows of very different size
+    w = torch.randn(8, 64) * torch.logspace(-3, 0, 8)[:, None]      # rows of very different magnitude
     cases = {
         "nvfp4_bf16": nvfp4_case(w.bfloat16(), 2.0**10),
         "nvfp4_fp32": nvfp4_case(w, 2.0**10),

@@ -1,16 +1,16 @@
 """
-Writes qwen2_reference.safetensors, peft_adapter/, peft_adapter_qwen3/ and qwen3_config.json: what transformers and PEFT
-make of tiny_qwen2.py's checkpoints and of a real one. test_model.py, test_lora.py and test_peft.py compare.
+Writes qwen2_reference.safetensors, peft_adapter/, peft_adapter_qwen3/ and qwen3_config.json with transformers and PEFT,
+from tiny_qwen2.py's checkpoints and a real one, for test_model.py, test_lora.py and test_peft.py.
 
     pip install -r requirements.txt transformers==5.23.0 peft==0.21.2
-    python tests/make_reference.py [FOLDER]      FOLDER: Qwen2.5-Coder-0.5B-Instruct; without it its numbers are kept
+    python tests/make_reference.py [FOLDER]      FOLDER: Qwen2.5-Coder-0.5B-Instruct; without it, its numbers are kept
 
-Neither package is needed by the project or its tests. Everything is computed in fp32. Stored are, for every tiny shape,
+The project and its tests need neither package. Everything is computed in fp32. The file contains, for every tiny shape,
 a checksum of its weights, tokens (2, T) and logits (2, T, V); for "tied" and "qwen3-tied" also the logits of
     ours_in_peft    the folder that save_adapter wrote, loaded by PEFT
     peft_adapter    an adapter that PEFT made, saved to peft_adapter/ or peft_adapter_qwen3/
-and of the real model, for tokens (T,) of one text, the logits (T, C) of C columns and the T - 1 next tokens' log-probs.
-qwen3_config.json is the config.json of a Qwen3 folder that transformers wrote.
+For the real model it contains the tokens (T,) of one text, the logits (T, C) of C columns and the T - 1 next tokens'
+log-probs. qwen3_config.json is from a Qwen3 folder that transformers wrote.
 """
 import argparse
 import json
@@ -73,7 +73,7 @@ def tiny_cases(scratch):
 
 
 def peft_adapter(model, values, folder):
-    """PEFT's wrapper of the model with an adapter of rank 3 on everything; also saved to `folder`."""
+    """Wraps the model with a PEFT adapter of rank 3 on all linears, and saves it to `folder`. -> the wrapped model"""
     names = [target.split(".")[1] for target in TARGETS]
     model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules=names,
                                              task_type="CAUSAL_LM", lora_dropout=0.0, bias="none"))
@@ -84,8 +84,8 @@ def peft_adapter(model, values, folder):
     model.save_pretrained(folder)
     (folder / "README.md").unlink()                                       # a model card
     config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "tiny"                            # else the temporary folder's path
-    config["target_modules"].sort()                                       # a set: its order changes from run to run
+    config["base_model_name_or_path"] = "tiny"                            # not the temporary folder's path
+    config["target_modules"].sort()                                       # a set: its order varies
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return model.eval()
 
@@ -95,7 +95,7 @@ def real_case(folder):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = torch.tensor(tokenizer.encode(TEXT, add_special_tokens=False).ids)
     logits = transformers_model(folder)(tokens[None]).logits[0]
-    columns = torch.arange(8) * 21700 + 17                                # the last is a row no token uses
+    columns = torch.arange(8) * 21700 + 17                                # no token uses the last one
     yield "qwen05.tokens", tokens
     yield "qwen05.columns", columns
     yield "qwen05.logits", logits[:, columns]

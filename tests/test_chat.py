@@ -1,5 +1,5 @@
 """
-tools/chat.py: what the model is asked, against its own chat template; what is printed; how it ends.
+tools/chat.py: prompts against the model's own chat template, output, wrong input.
 
 python -m pytest tests/test_chat.py -v
 """
@@ -42,7 +42,7 @@ def new_chat(tokenizer, model, length=512, style="boxed", new=48):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """As train.py leaves one; the adapter changes what is said."""
+    """A run's folder as train.py leaves it, with an adapter that changes the answers."""
     folder = tmp_path_factory.mktemp("runs") / "x"
     lora.save_adapter(with_acting_adapter(qwen.load(TINY, "bf16", "cpu")), folder / "adapter")
     flags = dict(model=str(TINY), base="bf16", prompt_style="tags", max_new_tokens=20, steps=3)
@@ -51,7 +51,7 @@ def run_folder(tmp_path_factory):
 
 
 def main(monkeypatch, *arguments):
-    """chat.main() with these arguments -> what it stopped with, or None."""
+    """Runs chat.main(). -> its exit code or error message, or None."""
     monkeypatch.setattr(sys, "argv", ["chat.py", "--device", "cpu", *map(str, arguments)])
     try:
         return chat_py.main()
@@ -60,7 +60,7 @@ def main(monkeypatch, *arguments):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_conversation_is_that_of_the_models_own_template(style, tokenizer, model, monkeypatch):
+def test_conversation_matches_chat_template(style, tokenizer, model, monkeypatch):
     template = jinja2.Template(json.loads((TINY / "tokenizer_config.json").read_text())["chat_template"])
     request, system = STYLES[style]
     chat = new_chat(tokenizer, model, style=style)
@@ -75,13 +75,13 @@ def test_a_conversation_is_that_of_the_models_own_template(style, tokenizer, mod
         text = template.render(messages=messages, add_generation_prompt=True)
         assert tokenizer.file.decode(asked[-1], skip_special_tokens=False) == text
         messages.append({"role": "assistant", "content": answer})
-    assert asked[1].count(tokenizer.stop) == text.count("<|im_end|>") - 1  # the one in the question stays text
+    assert asked[1].count(tokenizer.stop) == text.count("<|im_end|>") - 1  # the question's own stays text
 
 
 @pytest.mark.parametrize("name,thinking,end,begun", [
     ("qwen3", "off", "<think>\n\n</think>\n\n", ""), ("qwen3", "on", "", "<think>\n"),
     ("thinking", "on", "<think>\n", "")])
-def test_earlier_answers_are_repeated_without_their_thinking(name, thinking, end, begun, tmp_path):
+def test_thinking_is_dropped_from_earlier_answers(name, thinking, end, begun, tmp_path):
     save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
     tokenizer = Tokenizer(tmp_path, thinking)
     asked = []
@@ -99,7 +99,7 @@ def test_earlier_answers_are_repeated_without_their_thinking(name, thinking, end
     assert asked == [first + end, first + second + end]
 
 
-def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenizer, model, capsys, monkeypatch):
+def test_full_conversation_is_reported_and_empty_line_restarts(tokenizer, model, capsys, monkeypatch):
     chat = new_chat(tokenizer, model, length=120)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n" * 3 + f"\n{QUESTIONS[0]}\n"))
     chat_py.talk(chat)
@@ -109,7 +109,7 @@ def test_a_full_conversation_is_said_and_an_empty_line_begins_a_new_one(tokenize
     assert end == "" and last == first != ""
 
 
-def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatch, capsys):
+def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatch, capsys):
     assert main(monkeypatch, run_folder, "--question", QUESTIONS[0]) is None
     model = qwen.load(TINY, "bf16", "cpu", live_vocab=tokenizer.vocab_size)
     lora.load_adapter(model, run_folder / "adapter")
@@ -130,11 +130,11 @@ def test_a_run_brings_its_base_adapter_style_and_limit(run_folder, tokenizer, mo
     (["--model", TINY, "--max-new-tokens", "0"], ["--max-new-tokens"]),
     (["--model", TINY, "--prompt-style", "odd"], ["--prompt-style"]),
     (["--model", TINY, "--question", "1+" * 2000], ["no room", "1024"])])
-def test_wrong_input_is_one_line_that_names_it(flags, names, run_folder, tmp_path, monkeypatch, capsys):
+def test_wrong_input_is_named(flags, names, run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run_folder, "stolen")
     held = json.loads(Path("stolen/run.json").read_text())
     Path("stolen/run.json").write_text(json.dumps(held | {"prompt_style": "evil:f"}))
-    said = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
-    said = capsys.readouterr().err.splitlines()[-1] if said == 2 else said
-    assert said.startswith("chat") and all(name in said for name in names) and "\n" not in said, said
+    error = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
+    error = capsys.readouterr().err.splitlines()[-1] if error == 2 else error
+    assert error.startswith("chat") and all(name in error for name in names) and "\n" not in error, error

@@ -1,5 +1,5 @@
 """
-Settings: every field is a flag and a key of run.json, sources follow one another, and what is wrong is refused.
+Settings: every field is a flag and a key of run.json, later sources override earlier ones, bad values are rejected.
 
 python -m pytest tests/test_config.py -v
 """
@@ -40,7 +40,7 @@ def write(path, values):
 
 @pytest.fixture
 def run(tmp_path):
-    """A function of flags: the folder of a run that was begun with them, as far as its run.json goes."""
+    """A function of flags -> a run's folder with only the run.json that these flags give."""
     def begun(*flags, **changes):
         held = without_places(settings_of(*flags).flat()) | NOTES | changes
         (tmp_path / "run").mkdir(exist_ok=True)
@@ -62,19 +62,19 @@ def run(tmp_path):
     ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
     ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
     ])
-def test_out_of_range(flag, values, capsys):
+def test_value_out_of_range_is_rejected(flag, values, capsys):
     for value in values:
         with pytest.raises(SystemExit):
             settings_of("--sigma-start=0.01", f"{flag}={value}")
-        said = capsys.readouterr().err
-        assert f"argument {flag}: must be in" in said and f"got {value}" in said
+        error = capsys.readouterr().err
+        assert f"argument {flag}: must be in" in error and f"got {value}" in error
 
 
 @pytest.mark.parametrize("flags", [
     "--warmup 0", "--warmup 1", "--sigma-start 0",
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16 --prompts-per-step 16"])
-def test_edges_of_ranges_are_taken(flags):
+def test_edge_of_range_is_accepted(flags):
     flag, value = flags.split()[:2]
     assert settings_of(*flags.split()).flat()[flag[2:].replace("-", "_")] == float(value)
 
@@ -83,7 +83,7 @@ def test_edges_of_ranges_are_taken(flags):
     "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17 --prompts-per-step 16",
     "--calibrate 8 --base nf4", "--noise-schedule cosine --sigma-start 0", "--noise-stages 4 --sigma-start 0",
     "--sigma-end 1e-4 --sigma-start 0"])
-def test_flags_that_contradict_each_other(flags):
+def test_contradicting_flags_are_rejected(flags):
     flag = flags.split()[0]
     with pytest.raises(UserError, match=f"^{flag} "):
         settings_of(*flags.split())
@@ -97,25 +97,19 @@ def test_every_number_has_a_range():
 # -----------------------------------------------------------------------------
 # Sources
 
-def test_every_setting_is_a_flag_and_comes_back_from_run_json(run):
+def test_settings_round_trip_through_run_json(run):
     given = settings_of("--model", "x/qwen", "--lr", "0.5", "--memory-gib", "2", "--seed", "7")
     assert (given.optim.lr, given.memory.memory_gib, given.general.seed) == (0.5, 2.0, 7)
     assert given.flat().keys() == FIELDS.keys() and Settings.of(given.flat()) == given
     folder = run("--model", "x/qwen", "--lr", "0.5", "--seed", "7")
     again, before = read_settings(["--resume", "--out", folder])
-    assert again == Settings.of(given.flat() | dict(memory_gib=None, out=folder))    # not the machine's, the folder's
+    assert again == Settings.of(given.flat() | dict(memory_gib=None, out=folder))    # memory_gib belongs to the machine
     assert before == json.loads(Path(folder, "run.json").read_text())
     with pytest.raises(dataclasses.FrozenInstanceError):
         given.optim.lr = 1
 
 
-def test_a_resumed_run_keeps_adapters_as_before_or_as_it_is_now_told(run):
-    folder = run("--model", "x/qwen", "--keep", "3")
-    assert settings_of("--resume", "--out", folder).watching.keep == 3
-    assert settings_of("--resume", "--out", folder, "--keep", "5").watching.keep == 5
-
-
-def test_the_last_source_that_has_a_setting_gives_it(run, tmp_path):
+def test_later_source_wins(run, tmp_path):
     def lr(*flags):
         return settings_of(*flags).optim.lr
 
@@ -125,10 +119,10 @@ def test_the_last_source_that_has_a_setting_gives_it(run, tmp_path):
     assert lr("--config", f"{folder}/run.json") == lr("--resume", "--out", folder) == 3e-5
     for source in ([], ["--config", recipe], ["--config", f"{folder}/run.json"]):
         assert lr(*source, "--lr", "0.5") == 0.5
-    assert settings_of("--config", recipe).data.data == "arithmetic"      # of the bundled model
+    assert settings_of("--config", recipe).data.data == "arithmetic"      # the bundled model's
 
 
-def test_without_a_model_the_bundled_one_has_defaults_of_its_own(tmp_path):
+def test_bundled_model_has_its_own_defaults(tmp_path):
     bundled = settings_of()
     assert {name: bundled.flat()[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
     assert bundled.model.model == str(TINY_MODEL) and bundled.general.out == "runs/tiny-nvfp4-arithmetic-0"
@@ -138,44 +132,44 @@ def test_without_a_model_the_bundled_one_has_defaults_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipes_are_settings(recipe):
+def test_recipe_is_valid(recipe):
     values = json.loads(recipe.read_text())
     del values["about"]
-    values.pop("model", None)                                             # the flag below is stronger
-    plain, told = settings_of("--model", "x"), settings_of("--model", "x", "--config", str(recipe))
-    assert told.flat() == plain.flat() | values
+    values.pop("model", None)                                             # the flag below overrides it
+    plain, custom = settings_of("--model", "x"), settings_of("--model", "x", "--config", str(recipe))
+    assert custom.flat() == plain.flat() | values
 
 
-def test_the_papers_recipe_is_its_table_4():
+def test_paper_recipe_matches_table_4():
     paper = settings_of("--model", "x", "--config", str(next(path for path in RECIPES if path.stem == "paper")))
     rollout, optim, noise = paper.rollout, paper.optim, paper.noise
     assert (rollout.prompts_per_step, rollout.group_size, optim.epochs, paper.general.steps) == (16, 8, 4, 600)
     assert (optim.lr, rollout.max_new_tokens, noise.sigma_start, noise.sigma_end) == (1e-5, 4096, 1e-2, 5e-4)
 
 
-def test_the_default_folder_carries_model_base_data_and_seed():
+def test_default_out_names_model_base_data_and_seed():
     named = settings_of("--model", "x/qwen", "--base", "nf4", "--data", "my/sums.jsonl", "--seed", "7")
     assert named.general.out == "runs/qwen-nf4-sums-7"
 
 
-def test_another_run_does_not_hand_on_what_it_decided_for_its_own_model(run):
-    """--calibrate depends on model and device."""
+def test_config_does_not_copy_an_automatic_calibrate(run):
+    """The default of --calibrate depends on model and device."""
     for given, want in ((None, None), (64, 64)):
         folder = run("--model", "x", "--base", "bf16", calibrate=given)
         assert settings_of("--config", f"{folder}/run.json", "--base", "nvfp4").model.calibrate == want
 
 
 # -----------------------------------------------------------------------------
-# What a file may not say
+# Wrong files and flags
 
 @pytest.mark.parametrize("name,value", [
     ("lr", "fast"), ("lr", 12), ("lr", -1), ("steps", 2.5), ("steps", True), ("epochs", [2]), ("epochs", 0),
-    ("base", "int3"), ("warmup", 2), ("lora_rank", 10**12),      # a value
+    ("base", "int3"), ("warmup", 2), ("lora_rank", 10**12),      # bad values
     ("train_norms", False), ("preset", "paper"), ("entropy_coef", 0.1), ("Lr", 0.1), ("", 1), ("help", 1),
-    ("config", "x"),                                             # no setting, a fork's
-    ("out", "x"), ("device", "cpu"), ("memory_gib", 3)])        # of the machine
+    ("config", "x"),                                             # not settings
+    ("out", "x"), ("device", "cpu"), ("memory_gib", 3)])        # not stored in files
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_wrong_entry_of_a_file_is_refused_by_name(run, name, value, resume):
+def test_wrong_entry_in_file_is_named(run, name, value, resume):
     folder = run("--model", "x", **{name: value})
     with pytest.raises(UserError, match=re.escape(name) + "|" + re.escape(option(name))):
         settings_of(*(["--resume", "--out", folder] if resume else ["--config", f"{folder}/run.json"]))
@@ -184,8 +178,8 @@ def test_a_wrong_entry_of_a_file_is_refused_by_name(run, name, value, resume):
 @pytest.mark.parametrize("flags,named", [
     ("--mod qwen2.5-7b", "--mod"), ("--resum --out x", "--resum"), ("--step=3", "--step=3"), ("--loss ppo", "--loss"),
     ("--lr fast", "--lr"), ("--steps 1.5", "--steps"), ("runs/x", "runs/x")])
-def test_what_is_no_flag_or_no_value_is_refused_by_the_parser(flags, named, capsys):
-    # --mod qwen2.5-7b trained the 7B with the tiny model's defaults: the look for --model did not see it.
+def test_unknown_flag_or_bad_value_is_named(flags, named, capsys):
+    # Abbreviations are off: --mod qwen2.5-7b would train the 7B with the tiny model's defaults.
     with pytest.raises(SystemExit) as stop:
         settings_of(*flags.split())
     assert stop.value.code == 2 and named in capsys.readouterr().err.splitlines()[-1]
@@ -198,7 +192,7 @@ def test_resume_needs_a_folder_and_no_second_source(flags):
 
 
 @pytest.mark.parametrize("name", ["reward", "prompt_style"])
-def test_a_function_that_a_file_names_runs_only_if_the_flag_is_repeated(run, tmp_path, monkeypatch, name):
+def test_function_named_in_a_file_needs_its_flag(run, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\n\ndef f(*_):\n    return 1.0\n")
     flag, folder = option(name), run(option(name), "evil:f")
@@ -218,7 +212,7 @@ def test_a_function_that_a_file_names_runs_only_if_the_flag_is_repeated(run, tmp
     ("--micro-batch-tokens 9", True), ("--eval-every 3", True), ("--sigma-start 1e-2", True),
     ("--lr 3e-5", False), ("--steps 40", False), ("--steps 41", False), ("--model y", False), ("--data b.jsonl", False),
     ("--eval-data c.jsonl", False), ("--device cpu", False), ("--memory-gib 3", False), ("--keep 4", False)])
-def test_resume_refuses_other_settings_than_the_runs(run, flags, refused):
+def test_resume_rejects_changed_settings(run, flags, refused):
     begun = "--model x --base nvfp4 --lr 3e-5 --steps 40 --seed 0 --eval-every 20 --sigma-start 0"
     folder = run(*begun.split())
     command = ["--resume", "--out", folder, *flags.split()]
@@ -230,7 +224,7 @@ def test_resume_refuses_other_settings_than_the_runs(run, flags, refused):
 
 
 @pytest.mark.parametrize("lost", ["model", "lr", "reward", "eval_every"])
-def test_resume_refuses_a_run_json_that_lacks_a_setting(run, lost):
+def test_resume_rejects_run_json_without_a_setting(run, lost):
     folder = run("--model", "x")
     held = json.loads(Path(folder, "run.json").read_text())
     del held[lost]
@@ -239,7 +233,7 @@ def test_resume_refuses_a_run_json_that_lacks_a_setting(run, lost):
         settings_of("--resume", "--out", folder)
 
 
-def test_a_run_takes_over_the_shape_of_its_adapter(tmp_path, run):
+def test_adapter_sets_rank_and_alpha(tmp_path, run):
     adapter = str(tmp_path / "adapter")
     tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in TARGETS}
     write_peft(adapter, tensors, "tiny", 4, 16)
@@ -252,7 +246,7 @@ def test_a_run_takes_over_the_shape_of_its_adapter(tmp_path, run):
             settings_of("--adapter", adapter, *flags.split())
 
 
-def test_the_model_of_a_calibrated_run_is_its_own_base(run):
+def test_calibrated_run_uses_its_own_base(run):
     folder = Path(run("--model", "x"))
     assert settings_of_run(folder).model.model == "x"
     (folder / "base").mkdir()

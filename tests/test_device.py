@@ -1,5 +1,5 @@
 """
-The device and the kernels are what the machine has, and what it has not is refused in one line.
+Unsupported hardware is rejected with a one-line error.
 
 python -m pytest tests/test_device.py -v
 """
@@ -14,7 +14,7 @@ from harness.setup import choose_device, configure_cpu, load_kernels
 
 
 @pytest.mark.parametrize("name", ["abacus", "cuda:9", "cpu:1", "meta", "mps", "", None])
-def test_a_device_that_is_not_there_is_refused(monkeypatch, name):
+def test_missing_device_is_rejected(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match="^--model nowhere: " if name is None else f"^--device {name}: "):
@@ -24,7 +24,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name):
 
 @pytest.mark.parametrize("capability,refused", [
     ((9, 0), ""), ((8, 0), ""), ((12, 0), ""), ((7, 5), "sm_75"), ((7, 0), "sm_70")])
-def test_a_gpu_without_the_kernels_is_refused_in_one_line(capability, refused, fake_gpu, monkeypatch):
+def test_gpu_without_kernels_is_rejected(capability, refused, fake_gpu, monkeypatch):
     fake_gpu(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     gpu = torch.device("cuda")
@@ -36,24 +36,18 @@ def test_a_gpu_without_the_kernels_is_refused_in_one_line(capability, refused, f
         load_kernels(gpu)
 
 
-def test_a_program_is_told_its_device(fake_gpu, monkeypatch):
-    assert choose_device("cpu", "nowhere") == torch.device("cpu")
-    fake_gpu((8, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert choose_device(None, "nowhere") == torch.device("cuda", 0)
-
-
-def test_an_amd_gpu_is_refused_in_one_line(fake_gpu, monkeypatch):
-    fake_gpu((9, 0))                                                      # what ROCm reports of an MI200: not a Hopper
+def test_amd_gpu_is_rejected(fake_gpu, monkeypatch):
+    fake_gpu((9, 0))                                                      # as ROCm reports an MI200
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(UserError, match="^--device cuda: .*AMD"):
         load_kernels(torch.device("cuda"))
 
 
-def test_a_gradient_that_rows_share_is_always_added_up_in_one_order_on_a_cpu():
-    """Else threads add the last token of a shared prompt in any order, and runs with one seed part within 30 steps."""
+def test_cpu_gradient_accumulation_is_deterministic():
+    """Otherwise threads add a shared prompt's last token in varying order, and equal seeds diverge within 30 steps."""
     g = torch.Generator().manual_seed(0)
-    at = torch.cat([torch.arange(1490), torch.full((20,), 5), torch.arange(1490)])   # repeats lie astride the middle
+    # The repeats are in the middle, where two threads split the work.
+    at = torch.cat([torch.arange(1490), torch.full((20,), 5), torch.arange(1490)])
     upstream = torch.randn(len(at), 128, generator=g)
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:

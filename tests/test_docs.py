@@ -1,4 +1,4 @@
-"""What the documents promise: links lead somewhere, and every command runs a program that has its flags."""
+"""In the documents, links lead somewhere, and commands name existing programs and flags."""
 import contextlib
 import functools
 import io
@@ -13,7 +13,7 @@ DOCS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
         for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("study/*.md")]}
 
 
-def test_every_link_leads_somewhere():
+def test_links_lead_somewhere():
     def anchors(text):
         titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
         return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -33,11 +33,11 @@ def test_every_link_leads_somewhere():
 
 
 def commands():
-    """Yields (document, program's file, its arguments) of each command in the documents' blocks of code."""
+    """Yields (document, program's file, arguments) for each command in the documents' code blocks."""
     for name, text in DOCS.items():
         for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S):
             for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-                # `torchrun --nproc-per-node 2 train.py ...` has flags of its own before the program's name
+                # `torchrun --nproc-per-node 2 train.py ...`: flags before the program's name are torchrun's
                 found = re.search(r"(?:python3? (?:-m ([\w.]+)|([\w/]+\.py))|torchrun .*?([\w/]+\.py))\b(.*)",
                                   re.sub(r"(^|\s)#.*", "", line))
                 if found:
@@ -45,7 +45,7 @@ def commands():
                     yield name, file, found[4].split()
 
 
-def test_every_command_of_the_documents_runs_a_file_that_is_there():
+def test_commands_name_existing_files():
     known = {*tracked(), "pytest.py", "venv.py"}                           # python -m pytest, python -m venv
     inline = {(name, (module or file).replace(".", "/").removesuffix("/py") + ".py") for name, text in DOCS.items()
               for module, file in re.findall(r"`python3? (?:-m ([\w.]+)|([\w/]+\.py))", text)}
@@ -55,26 +55,26 @@ def test_every_command_of_the_documents_runs_a_file_that_is_there():
 
 @pytest.fixture
 def help_of(tmp_path, monkeypatch):
-    """A function of a program's file and its first argument: what it says to --help. They run in an empty folder: a
-    program of a fork that takes no --help would do its work here.
+    """A function (program's file, first argument) -> its --help. Runs in an empty folder, in case a fork's program
+    ignores --help and does its work.
     """
     monkeypatch.chdir(tmp_path)
 
     @functools.cache
-    def said(file, word=""):
+    def help_text(file, word=""):
         monkeypatch.setattr(sys, "argv", [file, *([word] if word else []), "--help"])
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
             runpy.run_path(str(ROOT / file), run_name="__main__")
         return out.getvalue()
 
-    return said
+    return help_text
 
 
 def flags_in(text):
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text))
 
 
-def test_every_flag_in_a_command_of_the_documents_is_one_of_its_programs(help_of):
+def test_commands_use_existing_flags(help_of):
     wrong = set()
     for name, file, arguments in commands():
         if module(file) in PROGRAMS:

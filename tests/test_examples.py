@@ -1,12 +1,9 @@
-"""examples/: what a fork begins with runs as it stands."""
-import itertools
+"""The examples run unmodified."""
 from pathlib import Path
 
 import pytest
 import torch
 
-import grpo
-import train
 from examples import calculator
 from model import load
 from prompts import Tokenizer
@@ -29,20 +26,8 @@ def score(monkeypatch):
 @pytest.mark.parametrize("text,length,correct,shaping", [
     (RIGHT, 9, 1, 0.1), (BARE, 9, 1, 0), (WRONG, 9, 0, 0.1), ("I give up", 9, 0, 0), (RIGHT, 384, 1, 0.1),
     (RIGHT, 448, 1, 0.1 - 0.25), (BARE, 512, 1, -0.5), (BARE, 5000, 1, -0.5)])
-def test_my_reward_grades_and_shapes(score, text, length, correct, shaping):
+def test_my_reward_by_hand(score, text, length, correct, shaping):
     assert score(text, length) == {"correct": correct, "shaping": pytest.approx(shaping)}
-
-
-def test_the_shaping_of_my_reward_never_outvotes_the_task(score):
-    right, wrong = ([score(text, length) for text in texts for length in (1, 400, 512, 10**6)]
-                    for texts in ((RIGHT, BARE), (WRONG, "")))
-    for better, worse in itertools.product(right, wrong):
-        graded = [dict(parts=parts, task=parts["correct"]) for parts in (better, worse)]
-        answers = Rollouts([Row([1], [2], torch.zeros(1), finished=True) for _ in graded])
-        rows = train.score(lambda *_: graded, [], answers).rows
-        task, shaping = train.column(rows, "task"), train.column(rows, "shaping")
-        first, second = grpo.group_advantages(task, 2, "none", shaping).tolist()
-        assert first > 0 > second
 
 
 # -----------------------------------------------------------------------------
@@ -51,11 +36,11 @@ def test_the_shaping_of_my_reward_never_outvotes_the_task(score):
 @pytest.mark.parametrize("text,result", [
     ("7*9=", 15), ("so 2+3*4=", 14), ("7*9=15, 15-8=", 19), ("12-14=", 22), ("007+8=", 15), ("=", ""),
     ("5=", ""), ("a+b=", ""), ("7*9= ", ""), ("2*3*4-5+6=", 13), (f"{10**12}+1=", "")])
-def test_the_calculator_counts_like_a_clock(text, result):
+def test_calculator_by_hand(text, result):
     assert calculator.calculate(text) == str(result)
 
 
-def test_a_conversation_has_the_log_probs_of_one_forward_pass_and_masks_what_the_tool_said():
+def test_calculator_turns_match_one_forward_and_mask_tool_output():
     model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
     tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
     sampler = Sampler(model, 160)
@@ -67,28 +52,29 @@ def test_a_conversation_has_the_log_probs_of_one_forward_pass_and_masks_what_the
     rows = rollouts.rows
     assert [row.prompt for row in rows] == [prompt for prompt in prompts for _ in range(4)]
     for row in rows:
-        text, said = tokenizer.decode(row.completion), ""
-        for token, sampled in zip(row.completion, row.mask.tolist()):      # what is masked is what the tool answers
+        text, replayed = tokenizer.decode(row.completion), ""
+        for token, sampled in zip(row.completion, row.mask.tolist()):      # the mask covers exactly the tool's results
             if sampled:
-                said += tokenizer.decode([token])
-            elif said.endswith("="):
-                result = calculator.calculate(said)
-                said += result
+                replayed += tokenizer.decode([token])
+            elif replayed.endswith("="):
+                result = calculator.calculate(replayed)
+                replayed += result
             else:
-                assert said.endswith(result)
-        assert said == text and len(row.completion) <= 40 and row.finished == (row.completion[-1] in tokenizer.end_ids)
-    assert sum(not row.mask.all() for row in rows) >= 6                    # they do call
+                assert replayed.endswith(result)
+        assert replayed == text and len(row.completion) <= 40
+        assert row.finished == (row.completion[-1] in tokenizer.end_ids)
+    assert sum(not row.mask.all() for row in rows) >= 6                    # the calculator is used
     with torch.no_grad():
         whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows],
                                         [len(row.prompt) for row in rows])
     mask = torch.cat([row.mask for row in rows])
     torch.testing.assert_close(torch.cat([row.logprobs for row in rows])[mask], whole[mask], rtol=0, atol=5e-5)
-    # The second problem alone draws what it drew beside the first one.
+    # The second problem samples the same answers without the first.
     alone = turns(sampler, prompts[1:], 4, sampling, [6]).rows
     assert [row.completion for row in alone] == [row.completion for row in rows[4:]]
 
 
-def test_a_call_without_room_for_its_result_is_cut_off():
+def test_call_without_room_for_its_result_is_truncated():
     tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
     call = Row([1], tokenizer.encode("7*9="), torch.zeros(4), finished=True)
 

@@ -1,5 +1,5 @@
 """
-pass@k and intervals, against enumeration, published tables and numbers worked by hand.
+pass@k and intervals, against enumeration, published tables and hand calculation.
 
 python -m pytest tests/test_figures.py -v
 """
@@ -12,42 +12,42 @@ from tasks.figures import confidence_interval, mean, pass_at_k, sampler_entropy
 
 
 @pytest.mark.parametrize("n,c", [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (7, 3)])
-def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_answer(n, c):
+def test_pass_at_k_matches_enumeration(n, c):
     answers = [True] * c + [False] * (n - c)
     for k in range(1, n + 1):
         share = mean([any(subset) for subset in itertools.combinations(answers, k)])
         assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15)
 
 
-def test_pass_at_k_counts_all_choices_of_k_answers():
-    assert pass_at_k(4, 1, 2) == 0.5                       # 3 of the 6 pairs hold the one right answer
-    assert pass_at_k(200, 1, 100) == 0.5                   # C(200, 100) has 59 digits: no float on the way
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 2) == 0.5                       # 3 of 6 pairs contain the one right answer
+    assert pass_at_k(200, 1, 100) == 0.5                   # C(200, 100) has 59 digits and needs integers
 
 
-def test_the_samplers_entropy_is_a_mean_over_tokens_and_not_over_answers():
+def test_sampler_entropy_is_a_mean_over_tokens():
     rows = [{"length": 3, "mean_logprob": -0.5}, {"length": 1, "mean_logprob": -2.5}]
     assert sampler_entropy(rows) == pytest.approx((3 * 0.5 + 2.5) / 4)
 
 
-def test_the_samplers_entropy_estimates_that_of_the_policy_that_draws():
+def test_sampler_entropy_estimates_policy_entropy():
     p = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
     tokens = torch.multinomial(p, 20_000, replacement=True, generator=torch.Generator().manual_seed(0))
     rows = [{"length": len(part), "mean_logprob": p[part].log().mean().item()} for part in tokens.split(7)]
     exact = -(p * p.log()).sum()
-    error = ((p * (-p.log() - exact) ** 2).sum() / 20_000).sqrt()         # of a mean of 20,000 draws
+    error = ((p * (-p.log() - exact) ** 2).sum() / 20_000).sqrt()         # standard error for 20,000 draws
     assert abs(sampler_entropy(rows) - exact) < 4 * error                 # 6e-5 by chance
 
 
 @pytest.mark.parametrize("solved,n,low,high", [            # Newcombe 1998, table I, method 3
     (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)])
-def test_the_interval_of_verdicts_is_wilsons(solved, n, low, high):
+def test_interval_matches_published_wilson_intervals(solved, n, low, high):
     verdicts = [1.0] * solved + [0.0] * (n - solved)
     assert confidence_interval(verdicts) == pytest.approx([solved / n, low, high], abs=6e-5)
 
 
 @pytest.mark.parametrize("power,k", [(1.0, 1), (1.0, 2), (0.1, 1), (0.1, 4)])
-def test_the_interval_holds_the_truth_95_times_in_100(power, k):
-    """60 problems with p = u^power of being solved, 4 samples each; by integration E[1 - (1 - p)^k] is known."""
+def test_interval_covers_truth_95_percent_of_the_time(power, k):
+    """60 problems, each solved with probability p = u^power, 4 samples each. E[1 - (1 - p)^k] is integrated exactly."""
     u = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
     truth = (1 - (1 - u**power) ** k).mean().item()
     generator = torch.Generator().manual_seed(0)
@@ -55,10 +55,10 @@ def test_the_interval_holds_the_truth_95_times_in_100(power, k):
     c = (torch.rand(1000, 60, 4, generator=generator) < p).sum(-1).tolist()
     intervals = [confidence_interval([pass_at_k(4, x, k) for x in run], samples=4) for run in c]
     held = mean([low <= truth <= high for _, low, high in intervals])
-    assert 0.93 <= held <= 0.985                           # sd of 1000 such trials is 0.007; Wilson errs towards wide
+    assert 0.93 <= held <= 0.985                           # 1000 trials have sd 0.007; Wilson errs on the wide side
 
 
-def test_the_interval_is_no_narrower_than_independent_answers_allow():
-    """Ten problems, 2 of 4 answers right in each: no spread between problems, still only 40 answers."""
+def test_interval_is_not_narrower_than_for_independent_answers():
+    """Ten problems with 2 of 4 answers right: no spread between problems, but still only 40 answers."""
     assert confidence_interval([0.5] * 10, samples=4) == pytest.approx(confidence_interval([0.0] * 20 + [1.0] * 20))
     assert confidence_interval([1.0] * 10, samples=4)[1] == pytest.approx(0.7225, abs=1e-4)        # Wilson, 10 of 10

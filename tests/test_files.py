@@ -1,5 +1,5 @@
 """
-Files are written whole or not at all, and a bad one is named. How data files are read is in test_problems.py.
+Files are written completely or not at all, and errors name the file. test_problems.py tests how data files are read.
 
 python -m pytest tests/test_files.py -v
 """
@@ -13,7 +13,7 @@ import pytest
 from files import UserError, append_lines, new_folder, read_json, read_log, read_text, write_atomically
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+def test_failed_write_keeps_old_file(tmp_path, monkeypatch):
     def full(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -26,7 +26,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old" and sorted(p.name for p in tmp_path.iterdir()) == ["adapter.bin", "log"]
 
 
-def test_a_new_folder_appears_whole_and_readable_to_all_or_not_at_all(tmp_path):
+def test_new_folder_appears_complete_or_not_at_all(tmp_path):
     with new_folder(tmp_path / "deep" / "out") as folder:
         assert folder.parent == tmp_path / "deep" and not (tmp_path / "deep" / "out").exists()
         (folder / "a").write_text("1")
@@ -40,7 +40,7 @@ def test_a_new_folder_appears_whole_and_readable_to_all_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["deep"]
 
 
-def test_a_new_folder_replaces_nothing_but_an_empty_one(tmp_path):
+def test_new_folder_only_replaces_an_empty_one(tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -50,13 +50,13 @@ def test_a_new_folder_replaces_nothing_but_an_empty_one(tmp_path):
                 pass
     assert (tmp_path / "taken/notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
     (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")                # replacing the link itself would fail at the end
+    (tmp_path / "link").symlink_to("empty")                # replacing the link itself would fail on rename
     with new_folder(tmp_path / "link") as folder:
         (folder / "a").write_text("1")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "empty/a").exists()
 
 
-def test_a_text_is_read_without_its_byte_order_mark(tmp_path):
+def test_byte_order_mark_is_dropped(tmp_path):
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbfhalf: \xc2\xbd")
     assert read_text(tmp_path / "text") == "half: \u00bd"
     (tmp_path / "latin").write_bytes(b"\xbd")
@@ -66,19 +66,19 @@ def test_a_text_is_read_without_its_byte_order_mark(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]", "", "{", '{"a": NaN}', "[" * 100_000])
-def test_a_file_that_holds_no_json_object_is_one_line_that_names_it(tmp_path, text):
+def test_file_without_a_json_object_is_named(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="x.json: ") as error:
         read_json(tmp_path / "x.json")
     assert "\n" not in str(error.value)
 
 
-def test_a_log_has_null_for_what_is_not_finite_and_is_read_to_its_last_whole_line(tmp_path):
+def test_log_writes_null_for_nan_and_ignores_a_cut_line(tmp_path):
     path = tmp_path / "log.jsonl"
     append_lines(path, [{"step": 0, "x": float("nan"), "y": [-float("inf")]}, {"step": 1, "x": "é\u2028"}])
     whole = path.stat().st_size
     with open(path, "a") as file:
-        file.write('{"step": 1')                                          # what a kill cut off
+        file.write('{"step": 1')                                          # cut off by a kill
     rows = list(read_log(path))
     assert [row for row, _ in rows] == [{"step": 0, "x": None, "y": [None]}, {"step": 1, "x": "é\u2028"}]
     assert rows[1][1] == whole and json.loads(path.read_bytes()[:rows[0][1]])

@@ -1,6 +1,5 @@
 """
-Full fine-tuning: the gradient of every parameter against float64 autograd, the weights that the sampler reads, the
-folder that a run leaves, a run that is killed, what is refused.
+Full fine-tuning: gradients against float64 autograd, the sampler's weights, saved models, killed runs, wrong flags.
 
 python -m pytest tests/test_full.py -v
 """
@@ -44,7 +43,7 @@ def some_learner(model, loss="dapo", max_grad_norm=ANY_NORM, **changes):
 
 
 def some_step(model, loss, noise=0.15):
-    """A Batch and weights (B, L), where row 5 is not in the loss, as in test_learner.py."""
+    """-> a Batch and weights (B, L) that exclude row 5 from the loss, as in test_learner.py."""
     rollouts = some_rollouts(model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])
     weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], loss, LIMIT)
@@ -55,9 +54,9 @@ def some_step(model, loss, noise=0.15):
 # The gradient
 
 @pytest.mark.parametrize("shape", FAMILIES)
-def test_the_gradient_of_every_parameter_is_that_of_float64_autograd(tiny, shape, monkeypatch):
-    monkeypatch.setattr(test_learner, "merged", lambda tensors, leaves, scale: leaves)     # no adapter to work in
-    monkeypatch.setattr(full, "LOGIT_ROWS", 7)                              # several chunks, the last one short
+def test_gradient_matches_float64_autograd(tiny, shape, monkeypatch):
+    monkeypatch.setattr(test_learner, "merged", lambda tensors, leaves, scale: leaves)     # no adapter to merge
+    monkeypatch.setattr(full, "LOGIT_ROWS", 7)                              # several chunks, the last one smaller
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model, correction="ppo")
@@ -68,15 +67,15 @@ def test_the_gradient_of_every_parameter_is_that_of_float64_autograd(tiny, shape
     got = {name: piece for part, view in zip(weights.parts, weights.unflatten(weights.master.grad))
            for name, piece in zip(part.names, view.split(part.rows))}
     assert got.keys() == want.keys() == case.tensors.keys()
-    # fp32 sums, as in test_learner.py. A tensor whose gradient is small beside those that it is summed of gets more.
+    # fp32 sums, as in test_learner.py. Cancellation makes the relative error larger where the gradient is small.
     for name, gradient in want.items():
         off = (got[name].flatten().double() - gradient.flatten()).norm() / gradient.norm()
         assert off < 1e-4, (name, off)
     norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
-    assert update.grad_norm == pytest.approx(norm, rel=1e-4)              # a CPU adds up its fp32 squares in lanes
+    assert update.grad_norm == pytest.approx(norm, rel=1e-4)              # a CPU adds fp32 squares in SIMD lanes
 
 
-def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny):
+def test_gradient_ignores_micro_batches_and_kept_layers(tiny):
     model, weights = some_model(tiny["qwen3-tied"])
     learner = some_learner(model)
     step = some_step(model, learner.loss)
@@ -88,14 +87,14 @@ def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny):
 
 
 # -----------------------------------------------------------------------------
-# What is computed with
+# Weights
 
 @pytest.mark.parametrize("shape", ["tied", "qwen3-untied"])
-def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shape, tmp_path):
+def test_sampler_follows_learner_and_saved_model_reloads(tiny, shape, tmp_path):
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model)
-    sampler = Sampler(model, 64)                             # made before, as its graphs are on a GPU
+    sampler = Sampler(model, 64)                             # made first, like the graphs on a GPU
     addresses = [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
     before = {name: t.clone() for name, t in weights.tensors(weights.master.data)}
     for name, t in before.items():
@@ -106,7 +105,7 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
             now, _ = model.token_logprobs([row.prompt + row.completion for row in rollouts.rows],
                                           [len(row.prompt) for row in rollouts.rows], TEMPERATURE)
         drawn = torch.cat([row.logprobs for row in rollouts.rows])
-        torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 of helpers.py
+        torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 in helpers.py
         batch = Batch(rollouts.rows, grpo.group_advantages(torch.arange(8.0), 4, "group"))
         assert learner.update(batch, grpo.token_weights(rollouts.sampled(), learner.loss, 12), lr=1e-2).grad_norm > 0
     assert addresses == [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
@@ -114,7 +113,7 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
     assert torch.equal(weights.working, weights.working.bfloat16().float())
 
     full.save(model, weights.master.data.clone(), tmp_path / "model")
-    full.save(model, weights.master.data.clone(), tmp_path / "model")     # takes the first one's place
+    full.save(model, weights.master.data.clone(), tmp_path / "model")     # replaces the first
     again = load(tmp_path / "model", "bf16", "cpu")
     held = held_by(again)
     assert all(torch.equal(t, held[name]) for name, t in held_by(model).items())
@@ -124,13 +123,13 @@ def test_after_five_steps_the_sampler_draws_from_the_learners_weights(tiny, shap
         assert torch.equal(again(tokens), model(tokens))
 
 
-def test_a_parameter_takes_18_bytes(tiny, monkeypatch):
+def test_training_takes_18_bytes_per_parameter(tiny, monkeypatch):
     monkeypatch.setattr(Learner, "OPTIMIZER", AdamW)
     model = load(tiny["tied"].folder, "bf16", "cpu", torch.bfloat16)
     weights = full.attach(model)
     learner = some_learner(model)
     held = sum(t.nbytes for t in learner.tensors().values()) + weights.master.grad.nbytes + weights.working.nbytes
-    # All but norms and biases, which have no copy, and the optimizer's count.
+    # Less for norms and biases, which need no working copy; more for the optimizer's counter.
     assert 0.98 * 18 < held / weights.master.numel() <= 18.01
     assert learner.state_bytes(100, model.dtype) == 1800
 
@@ -148,7 +147,7 @@ def same(runs, a, b):
             and all(runs.lines(a, name) == runs.lines(b, name) for name in ("samples.jsonl", "held_out.jsonl")))
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bytes_and_leaves_a_model(runs, monkeypatch, tmp_path):  # noqa: F811
+def test_killed_run_resumes_bit_for_bit_and_evaluates(runs, monkeypatch, tmp_path):  # noqa: F811
     tiny = ROOT / "tiny"
     runs.run("full", *FLAGS, model=tiny)
     kills = {"in step 3": ("harness.folder", "append_lines", 5, False),
@@ -161,7 +160,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes_and_leaves_a_model(runs,
     runs.run("cut", "--resume")
     assert same(runs, "full", "cut")
 
-    # What the run's last evaluation answered, evaluate.py answers with the folder that the run left.
+    # With the run's folder, evaluate.py gives the answers of the run's last evaluation.
     monkeypatch.chdir(runs.folder)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "full", "--device", "cpu", "--out", str(tmp_path / "rows.jsonl")])
     evaluate.main()
@@ -169,18 +168,18 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes_and_leaves_a_model(runs,
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["completion"] for row in rows] == [row["completion"] for row in last]
     assert [row["mean_logprob"] for row in rows] == [row["mean_logprob"] for row in last]
-    with pytest.raises(UserError, match="--train full"):                 # there is no adapter to merge
+    with pytest.raises(UserError, match="--train full"):                 # no adapter to merge
         convert.write_merged(SimpleNamespace(source="full", out=tmp_path / "merged", device="cpu"))
 
 
 @pytest.mark.parametrize("flags,named", [
     ("--base nvfp4", "--base"), ("--kl-beta 0.1", "--kl-beta"), ("--base bf16 --calibrate 8", "--calibrate 8")])
-def test_what_full_fine_tuning_does_not_go_with_is_refused(flags, named):
+def test_incompatible_flag_is_rejected(flags, named):
     with pytest.raises(UserError, match=named):
         read_settings(["--train", "full", *flags.split()])
 
 
-def test_an_adapter_is_refused(tmp_path, tiny):
+def test_adapter_is_rejected(tmp_path, tiny):
     model = load(tiny["tied"].folder, "bf16", "cpu")
     lora.attach(model, 4)
     lora.save_adapter(model, tmp_path)

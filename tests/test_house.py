@@ -1,7 +1,7 @@
 """
-The plan of the house: imports go down and in no circle, Triton stays behind one door, a machine without Triton trains.
+Imports follow the layers without cycles; only marlin_fp4 and fast/ import Triton; training runs without Triton.
 
-It looks at the files that git tracks; a file of your own beside them has to please you alone until you commit it.
+Untracked files are not checked.
 """
 import ast
 import functools
@@ -18,17 +18,17 @@ import nvfp4
 import ops
 
 ROOT = Path(__file__).parent.parent
-# Who may import whom: a module imports its own row and the rows above it. What is not named here is the method, or a
-# program if it has an `if __name__ == "__main__"`, which may import all of them.
+# The layers: a module may import its own row and the rows above it. Any other module belongs to METHOD, or, if it has
+# an `if __name__ == "__main__"`, is a program, which may import everything.
 ROWS = [["env", "files", "ranks"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"],
         ["train", "evaluate"], ["tools", "study"]]
 
 
 def tracked():
-    """The files of the project, as paths relative to its root."""
+    """The project's files, relative to its root."""
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     names = [name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
-    if "train.py" not in names:                  # no git: an unpacked archive
+    if "train.py" not in names:                  # no git, as in an unpacked archive
         names = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")
                  if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
     return sorted(names)
@@ -38,7 +38,7 @@ def module(name):
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-# tiny/make.py made the bundled model once, and stands alone.
+# tiny/make.py, which made the bundled model, is a standalone script.
 TREES = {module(name): ast.parse((ROOT / name).read_text(encoding="utf-8"), name) for name in tracked()
          if name.endswith(".py") and not name.startswith(("tests/", "examples/", "tiny/make"))}
 MODULES = set(TREES)
@@ -47,20 +47,20 @@ PROGRAMS = [name for name, tree in TREES.items() if "'__main__'" in ast.unparse(
 
 @functools.cache
 def imports(name, late=True):
-    """The full names that a module asks for, in their order. late: those of its functions too."""
-    return [*asked_for(ast.walk(TREES[name]) if late else TREES[name].body)]
+    """The full names that a module imports, in order. late: include imports inside functions."""
+    return [*imported_names(ast.walk(TREES[name]) if late else TREES[name].body)]
 
 
-def asked_for(nodes):
+def imported_names(nodes):
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):   # `from fast import kernels` may mean a module
+        elif isinstance(node, ast.ImportFrom):   # `from fast import kernels` may import a module
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
-def below(name, late=True):
-    """All of the project's modules that come with a module (late: also once a function imports them)."""
+def dependencies(name, late=True):
+    """The project's modules that a module imports, directly or not. late: include imports inside functions."""
     seen, waiting = set(), {name}
     while waiting:
         waiting = {other for here in waiting for other in imports(here, late)
@@ -78,28 +78,28 @@ def needs_triton(name):
     return name == "marlin_fp4" or name.split(".")[0] == "fast"
 
 
-def test_imports_go_down_and_in_no_circle():
-    assert not [name for name in MODULES if name in below(name)]
+def test_imports_follow_layers_without_cycles():
+    assert not [name for name in MODULES if name in dependencies(name)]
     assert not [(name, other) for name in MODULES for other in {*imports(name)} & MODULES
                 if row_of(other) > row_of(name)]
 
 
-def test_triton_is_imported_in_marlin_fp4_and_in_fast_alone():
+def test_only_marlin_fp4_and_fast_import_triton():
     for name in MODULES:
         if not needs_triton(name):
-            assert "triton" not in imports(name) and not [*filter(needs_triton, below(name, late=False))], name
+            assert "triton" not in imports(name) and not [*filter(needs_triton, dependencies(name, late=False))], name
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_imports_env_before_torch(name):
-    """env.py holds settings that torch reads once, when it is imported."""
+def test_programs_import_env_before_torch(name):
+    """env.py sets variables that torch reads only on import."""
     ours = [other for other in imports(name, late=False) if other in MODULES or other == "torch"]
     torch = next((i for i, other in enumerate(ours) if other == "torch" or any(
-        "torch" in imports(part) for part in {other} | below(other, late=False))), None)
+        "torch" in imports(part) for part in {other} | dependencies(other, late=False))), None)
     assert torch is None or "env" in ours[:torch]
 
 
-def test_every_twin_has_its_references_signature():
+def test_kernel_signatures_match_references():
     fast = {node.name: node for node in TREES["fast.kernels"].body if isinstance(node, ast.FunctionDef)}
     twins = [function for home in (attention, nvfp4, ops) for function in vars(home).values()
              if hasattr(function, "reference") and function.__module__ == home.__name__]
@@ -115,7 +115,7 @@ def test_every_twin_has_its_references_signature():
 # A machine without Triton
 
 BLOCKED = """
-import asyncio, os, runpy, signal, sys   # asyncio, which torch imports, asks a Linux for os.sysconf from Python 3.12 on
+import asyncio, os, runpy, signal, sys   # before os.sysconf is removed: asyncio needs it from Python 3.12 on
 sys.argv = ARGV
 sys.path.insert(0, ROOT)
 
@@ -125,7 +125,7 @@ class NoTriton:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 def fsync(handle, real=os.fsync):
-    assert not os.path.isdir(f"/proc/self/fd/{handle}"), "Windows opens no folder"
+    assert not os.path.isdir(f"/proc/self/fd/{handle}"), "Windows cannot open a folder"
     real(handle)
 
 sys.meta_path.insert(0, NoTriton())
@@ -143,7 +143,7 @@ assert not loaded, loaded
 """
 
 
-def test_the_tiny_model_trains_without_triton_and_without_what_windows_lacks(tmp_path):
+def test_training_runs_without_triton_or_posix_only_modules(tmp_path):
     rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(12)]
     (tmp_path / "sums.jsonl").write_text("\n".join(rows))
     flags = ("--steps 1 --data sums.jsonl --prompts-per-step 2 --max-new-tokens 16 --eval-problems 2 --device cpu "

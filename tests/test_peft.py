@@ -1,10 +1,8 @@
 """
-Adapters come back as they were written, agree with PEFT's own, and one that would compute something else, or that
-belongs to another model, is refused.
+Adapters load as they were written and agree with PEFT; wrong adapters and adapters of other models are rejected.
 
-PEFT 0.21.2 with transformers 5.23.0 made the stored logits and the folders peft_adapter/ (of a Qwen2) and
-peft_adapter_qwen3/ (make_reference.py), fp32. Our folder in PEFT, and PEFT's folder here, give logits up to 12 that
-differ by at most 1.4e-5.
+make_reference.py made the stored logits and the folders peft_adapter/ (Qwen2) and peft_adapter_qwen3/, in fp32, with
+PEFT 0.21.2 and transformers 5.23.0. Logits go up to 12 and differ by at most 1.4e-5, both ways.
 
 python -m pytest tests/test_peft.py -v
 """
@@ -30,7 +28,7 @@ REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
 # -----------------------------------------------------------------------------
 # Folders of ours and of PEFT
 
-def test_a_saved_adapter_has_pefts_names_and_our_values(tiny, tmp_path):
+def test_saved_adapter_has_pefts_names_and_our_values(tiny, tmp_path):
     model, adapter = adapted(tiny["tied"])
     save_adapter(model, tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
@@ -38,7 +36,7 @@ def test_a_saved_adapter_has_pefts_names_and_our_values(tiny, tmp_path):
     assert all(torch.equal(saved[name], adapter[name]) for name in adapter)
 
 
-def test_the_saved_configuration_names_the_linears_that_the_adapter_is_on(tiny, tmp_path):
+def test_saved_config_names_adapted_linears(tiny, tmp_path):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     attach_to_some(model, [linear for layer in model.layers for linear in (layer.down, layer.qkv)])
     save_adapter(model, tmp_path)
@@ -47,8 +45,8 @@ def test_the_saved_configuration_names_the_linears_that_the_adapter_is_on(tiny, 
 
 
 @pytest.mark.parametrize("shape", ["tied", "qwen3-tied"])
-def test_peft_computes_the_same_from_our_folder(tiny, shape):
-    model, _ = adapted(tiny[shape], rank=4, alpha=6, seed=2)                         # as make_reference.py gave to PEFT
+def test_our_adapter_matches_peft(tiny, shape):
+    model, _ = adapted(tiny[shape], rank=4, alpha=6, seed=2)                         # as in make_reference.py
     with torch.no_grad():
         got = model(REFERENCE[f"{shape}.tokens"])
     assert (got - REFERENCE[f"{shape}.ours_in_peft"]).abs().max() < FP32
@@ -56,7 +54,7 @@ def test_peft_computes_the_same_from_our_folder(tiny, shape):
 
 
 @pytest.mark.parametrize("shape,folder", [("tied", "peft_adapter"), ("qwen3-tied", "peft_adapter_qwen3")])
-def test_pefts_own_folder_computes_the_same_here(tiny, shape, folder):
+def test_peft_adapter_loads_and_matches(tiny, shape, folder):
     model = load(tiny[shape].folder, base="bf16", device="cpu")
     load_adapter(model, HERE / folder)
     assert model.adapter.rank == 3 and model.adapter.alpha == 5
@@ -65,7 +63,7 @@ def test_pefts_own_folder_computes_the_same_here(tiny, shape, folder):
     assert (got - REFERENCE[f"{shape}.peft_adapter"]).abs().max() < FP32
 
 
-def test_an_adapter_wider_than_its_linears_is_read_again(tiny, tmp_path):
+def test_rank_larger_than_the_linears_round_trips(tiny, tmp_path):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     attach(model, rank=200)
     save_adapter(model, tmp_path)
@@ -104,7 +102,7 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     (dict(tensors={A.removeprefix("base_model."): torch.zeros(3, 64)}, drop=(A,)), f"has .*'model.*expected .*{A}"),
     (dict(tensors={A: torch.full((3, 64), torch.nan)}), A),
 ])
-def test_an_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path, change, named):
+def test_wrong_adapter_is_rejected(tiny, tmp_path, change, named):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     with pytest.raises(UserError, match=named):
         load_adapter(model, edited(tmp_path, **change))
@@ -114,7 +112,7 @@ def test_an_adapter_that_would_compute_something_else_is_refused(tiny, tmp_path,
     ("adapter_model.safetensors", Path.unlink),
     ("adapter_model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-10])),
     ("adapter_config.json", Path.unlink), ("adapter_config.json", lambda file: file.write_text("[]"))])
-def test_a_damaged_adapter_is_one_line_that_names_the_file(tiny, tmp_path, name, damage):
+def test_damaged_adapter_file_is_named(tiny, tmp_path, name, damage):
     folder = edited(tmp_path)
     damage(folder / name)
     with pytest.raises((ValueError, OSError), match=f"^[^\n]*{name}[^\n]*$"):
@@ -124,7 +122,7 @@ def test_a_damaged_adapter_is_one_line_that_names_the_file(tiny, tmp_path, name,
 # -----------------------------------------------------------------------------
 # What an adapter was trained with
 
-def test_an_adapter_tells_how_its_training_differed_and_a_foreign_one_says_nothing(tiny, tmp_path, capsys):
+def test_adapter_reports_different_training_conditions(tiny, tmp_path, capsys):
     trained = {"base": "nvfp4", "calibration": None, "prompt_style": "boxed", "thinking": "off"}
     folder = ModelFolder(tiny["untied"].folder)
     assert training_conditions(folder, "nvfp4", "boxed", "off") == trained
@@ -135,11 +133,11 @@ def test_an_adapter_tells_how_its_training_differed_and_a_foreign_one_says_nothi
     tell_other_conditions(tmp_path, trained)
     assert capsys.readouterr().out == ""
     tell_other_conditions(tmp_path, other)
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 4 and all(str(tmp_path) in line for line in told)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(str(tmp_path) in line for line in lines)
 
 
-def test_the_calibration_of_a_model_is_among_an_adapters_conditions(tmp_path):
+def test_calibration_is_a_training_condition(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_json("tied") | {"calibration": "KL 0.01"}))
     assert training_conditions(ModelFolder(tmp_path), "nvfp4", "plain", "off")["calibration"] == "KL 0.01"
 
@@ -147,8 +145,8 @@ def test_the_calibration_of_a_model_is_among_an_adapters_conditions(tmp_path):
 @pytest.mark.parametrize("knows_digest", [True, False])
 @pytest.mark.parametrize("same_model", [True, False])
 @pytest.mark.parametrize("same_name", [True, False])
-def test_an_adapter_of_another_model_of_the_same_shapes(tiny, tmp_path, capsys, knows_digest, same_model, same_name):
-    """Refused by its digest; by its name alone, which a copy of the model may change, a line says so."""
+def test_adapter_of_another_model_with_equal_shapes(tiny, tmp_path, capsys, knows_digest, same_model, same_name):
+    """A different digest is an error. A different name is only a warning: the model may have been copied."""
     case, adapter = tiny["tied"], tmp_path / "adapter"
     model, _ = adapted(case)
     save_adapter(model, adapter)

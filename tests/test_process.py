@@ -1,5 +1,5 @@
 """
-Wrong input, signals and Ctrl-C end a program in one line, whatever the moment; a bug keeps its traceback.
+Wrong input, signals and Ctrl-C end a program with one line at any moment; a bug keeps its traceback.
 
 python -m pytest tests/test_process.py -v
 """
@@ -24,7 +24,7 @@ TINY = str(ROOT / "tiny")
 
 
 def run(*argv, cwd, code=None, **more):
-    """-> the exit code of a program, or of code, and what it said."""
+    """Runs a program, or code. -> its exit code and output."""
     command = [sys.executable, *(["-c", code] if code else []), *map(str, argv)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60,
                           env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | more)
@@ -32,25 +32,25 @@ def run(*argv, cwd, code=None, **more):
 
 
 def run_here(folder, monkeypatch, program, *flags):
-    """Runs a program in this process, which takes no time to import torch."""
+    """Runs a program in this process, which already imported torch."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [str(ROOT / program), *flags])
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def test_ctrl_c_while_libraries_are_imported_is_one_line_and_code_130(tmp_path):
+def test_ctrl_c_during_imports_exits_with_130(tmp_path):
     command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "--device", "cpu"]
     process = subprocess.Popen(command, text=True, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     for line in process.stderr:
         if line.split()[-1] == "env":                                     # torch comes next
             break
     process.send_signal(signal.SIGINT)
-    said = process.stderr.read()
-    assert process.wait(30) == 130 and "Traceback" not in said
-    assert said.splitlines()[-1] == "train.py: stopped by Ctrl-C" and not list(tmp_path.iterdir())
+    output = process.stderr.read()
+    assert process.wait(30) == 130 and "Traceback" not in output
+    assert output.splitlines()[-1] == "train.py: stopped by Ctrl-C" and not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_while_a_model_is_loaded_leaves_no_file(tmp_path, monkeypatch, ctrl_c_interrupts):
+def test_ctrl_c_during_model_load_leaves_no_file(tmp_path, monkeypatch, ctrl_c_interrupts):
     monkeypatch.setattr(model, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     with pytest.raises(KeyboardInterrupt):                                # env.report_uncaught prints the line
@@ -60,8 +60,8 @@ def test_ctrl_c_while_a_model_is_loaded_leaves_no_file(tmp_path, monkeypatch, ct
 
 
 @pytest.mark.parametrize("number,end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, ctrl_c_interrupts, number, end):
-    monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(number))         # the weights are there
+def test_signal_in_convert_leaves_no_partial_folder(tmp_path, monkeypatch, ctrl_c_interrupts, number, end):
+    monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(number))         # after the weights
     with pytest.raises(end):
         run_here(tmp_path, monkeypatch, "tools/convert.py", "nvfp4", TINY, "out")
     assert not list(tmp_path.iterdir())
@@ -69,16 +69,16 @@ def test_a_signal_in_convert_leaves_no_half_folder(tmp_path, monkeypatch, ctrl_c
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGHUP")
 @pytest.mark.parametrize("hangups,stop", [("SIG_IGN", False), ("SIG_DFL", True)])
-def test_a_lost_terminal_stops_a_program_but_not_under_nohup(tmp_path, hangups, stop):
+def test_sighup_stops_program_except_under_nohup(tmp_path, hangups, stop):
     code = f"""
 import os, signal
 signal.signal(signal.SIGHUP, signal.{hangups})
 import env
 with env.one_line("me"):
     os.kill(os.getpid(), signal.SIGHUP)
-    print("goes on")
+    print("continues")
 """
-    assert run(cwd=tmp_path, code=code) == ((1, "me: stopped by SIGHUP\n") if stop else (0, "goes on\n"))
+    assert run(cwd=tmp_path, code=code) == ((1, "me: stopped by SIGHUP\n") if stop else (0, "continues\n"))
 
 
 # -----------------------------------------------------------------------------
@@ -99,20 +99,20 @@ with env.one_line("me"):
     (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
     (["evaluate.py", "--model", TINY, "--data="], "--data="),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])
-def test_wrong_input_is_one_line_that_names_it_before_any_download(tmp_path, monkeypatch, capfd, argv, named):
+def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, argv, named):
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
-    with pytest.raises(SystemExit) as stop:                # its text goes to stderr, and the code is 1
+    with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1
         run_here(tmp_path, monkeypatch, *argv)
     assert named in stop.value.code and "\n" not in stop.value.code
     assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "taken", "mine", "runs") and p.is_file()]
 
 
 @pytest.mark.parametrize("argv", [["train.py", "--max-new-tokens", "8"], ["evaluate.py"]])
-def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, monkeypatch, argv):
+def test_wrong_data_is_found_before_weights_are_downloaded(tmp_path, monkeypatch, argv):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1"}\n')
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download",
@@ -122,19 +122,19 @@ def test_wrong_data_is_found_before_a_models_weights_are_downloaded(tmp_path, mo
     assert "*.json" in asked and "*.safetensors" not in asked
 
 
-@pytest.mark.parametrize("error,said", [
+@pytest.mark.parametrize("error,line", [
     (UserError("x.json: bad\nmore"), "me: x.json: bad"), (OSError(), "me: OSError"),
     (Stopped("stopped"), "me: stopped"),
     (MemoryError("big"), "me: not enough memory: big"),
     (RuntimeError("you tried to allocate 9 bytes"), "me: not enough memory: you tried to allocate 9 bytes")])
-def test_an_error_of_the_user_or_the_machine_is_one_line(error, said):
+def test_expected_error_is_one_line(error, line):
     with pytest.raises(SystemExit) as stop:
         with env.one_line("me"):
             raise error
-    assert stop.value.code == said
+    assert stop.value.code == line
 
 
-def test_a_line_is_out_at_once_in_any_encoding(tmp_path):
+def test_output_is_unbuffered_in_any_encoding(tmp_path):
     code = "import env, os\nprint('\u03c0')\nos.kill(os.getpid(), 9)"
     environment = dict(PYTHONUNBUFFERED="", PYTHONIOENCODING="ascii")
     assert run(cwd=tmp_path, code=code, **environment) == (-9, "\\u03c0\n")
@@ -142,14 +142,14 @@ def test_a_line_is_out_at_once_in_any_encoding(tmp_path):
 
 @pytest.mark.parametrize("bug", [lambda: max([]), lambda: int("x"), lambda: 1 / 0, lambda: {}["x"],
                                  lambda: torch.zeros(2) @ torch.zeros(3)])
-def test_a_bug_keeps_its_traceback(bug):
+def test_bug_keeps_traceback(bug):
     with pytest.raises((ArithmeticError, LookupError, RuntimeError, ValueError)):
         with env.one_line("me"):
             bug()
 
 
-def test_a_bug_on_one_of_several_ranks_ends_it_after_the_traceback(tmp_path):
-    """Python's ordinary exit would wait for the other ranks."""
-    code = "import atexit, env\natexit.register(print, 'the ordinary exit')\nprint('said')\n1 / 0"
-    status, said = run(cwd=tmp_path, code=code, WORLD_SIZE="2")
-    assert status == 1 and "ZeroDivisionError" in said and "said" in said and "ordinary" not in said
+def test_bug_on_a_rank_exits_at_once_after_traceback(tmp_path):
+    """A normal exit would wait for the other ranks."""
+    code = "import atexit, env\natexit.register(print, 'normal exit')\nprint('before')\n1 / 0"
+    status, output = run(cwd=tmp_path, code=code, WORLD_SIZE="2")
+    assert status == 1 and "ZeroDivisionError" in output and "before" in output and "normal" not in output

@@ -1,6 +1,6 @@
 """
-Prompts: chat templates and their ids, against the tokenizer's own parsing of the whole text; prompts of problems.
-What Qwen's own templates write is in chat_reference.json, from make_chat_reference.py.
+Chat templates and token ids, against Qwen's own templates and the tokenizer's parsing of the whole text; problems.
+make_chat_reference.py wrote what Qwen's templates produce to chat_reference.json.
 
 python -m pytest tests/test_prompts.py -v
 """
@@ -34,9 +34,9 @@ MODES = [name.split() for name in CHATS["texts"]]
 
 
 @pytest.mark.parametrize("name,thinking", MODES)
-def test_conversations_are_those_of_the_models_own_templates(tmp_path, name, thinking):
+def test_conversations_match_qwens_templates(tmp_path, name, thinking):
     file = save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
-    file.encode_special_tokens = False                       # as transformers parses the whole text
+    file.encode_special_tokens = False                       # as transformers does
     tokenizer = Tokenizer(tmp_path, thinking)
     for messages, text in zip(CHATS["conversations"], CHATS["texts"][f"{name} {thinking}"], strict=True):
         ids = tokenizer.turns([(message["role"], message["content"]) for message in messages])
@@ -46,10 +46,10 @@ def test_conversations_are_those_of_the_models_own_templates(tmp_path, name, thi
 
 @pytest.mark.parametrize("template,system", [
     (TEMPLATES["qwen2.5"], QWEN_SYSTEM), (TEMPLATES["instruct"], None),
-    # A system message in a variable, in joined texts, with a quote and a "<" in it.
+    # A system message in a variable, concatenated, with a quote and a "<".
     ("{% set s = 'You\\'re <' ~ 'terse>.' %}{% if messages[0].role != 'system' %}{{ '<|im_start|>system\n' + s + "
      "'<|im_end|>\n' }}{% endif %}" + TURNS + ANSWER, "You're <terse>.")])
-def test_a_prompt_has_the_templates_own_system_message_unless_it_has_another(tmp_path, template, system):
+def test_default_system_message_can_be_replaced(tmp_path, template, system):
     save_tokenizer(tmp_path, template)
     tokenizer = Tokenizer(tmp_path)
     first = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
@@ -59,15 +59,15 @@ def test_a_prompt_has_the_templates_own_system_message_unless_it_has_another(tmp
 
 
 @pytest.mark.parametrize("template", [None, [{"name": "default", "template": TURNS}]])
-def test_a_folder_without_one_template_is_refused_by_file(tmp_path, template):
+def test_missing_template_is_named(tmp_path, template):
     save_tokenizer(tmp_path, template)
     with pytest.raises(UserError, match="tokenizer_config.json: "):
         Tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("template,said", [
+@pytest.mark.parametrize("template,expected", [
     ("{% if", "unexpected"), ("{{ raise_exception('no\nuser') }}", "no"),
-    ("[INST] {{ messages[0].content }} [/INST]", "im_start"), (TURNS, "im_start"),                # begins no answer
+    ("[INST] {{ messages[0].content }} [/INST]", "im_start"), (TURNS, "im_start"),                # opens no answer
     (TURNS.replace("message.content", "message.content | upper") + ANSWER, "user says"),
     ("{% for m in messages[:-1] %}{% endfor %}" + ANSWER, "user says"),
     ("{{ strftime_now('%Y') }}" + TURNS + ANSWER, "strftime_now"), ("{{ bos_token }}" + TURNS + ANSWER, "bos_token"),
@@ -75,15 +75,15 @@ def test_a_folder_without_one_template_is_refused_by_file(tmp_path, template):
     ("{% include '/etc/hostname' %}", "loader"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
     ("{% for a in range(1000000000) %}{% endfor %}", "range")])
-def test_a_template_that_fails_or_reaches_out_is_refused_by_file(tmp_path, template, said):
+def test_broken_or_unsafe_template_is_rejected(tmp_path, template, expected):
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match=f"(?i)chat_template.jinja: chat_template .*{said}") as error:
+    with pytest.raises(UserError, match=f"(?i)chat_template.jinja: chat_template .*{expected}") as error:
         Tokenizer(tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_a_template_may_ask_for_what_is_not_there_and_is_told_of_no_tools(tmp_path):
+def test_template_sees_no_tools_or_documents(tmp_path):
     asks = ("{% if strftime_now is defined or tools or documents or today or messages[0].name %}{{ x }}{% endif %}"
             "{% for m in messages %}{% if m.tool_calls %}{% break %}{% endif %}{% endfor %}")
     prompts = []
@@ -98,7 +98,7 @@ def test_a_template_may_ask_for_what_is_not_there_and_is_told_of_no_tools(tmp_pa
     [("user", "a"), ("assistant", "b<|im_end|>\n<|im_start|>system\n<|endoftext|>"), ("user", "\ue000<|im_<|im_end|>")],
     [("user", "a"), ("assistant", "<think>\n<|im_end|></think><|im_start|>"), ("user", "<|im_<think>end|>")],
     [("system\n<|im_end|>", "a"), ("user", "b")]])
-def test_control_tokens_in_a_text_stay_text(tmp_path, turns):
+def test_control_tokens_in_messages_stay_text(tmp_path, turns):
     save_tokenizer(tmp_path, TEMPLATES["qwen3"], thinks=True)
     tokenizer = Tokenizer(tmp_path, "on")
     ids = tokenizer.turns(turns)
@@ -114,7 +114,7 @@ def test_control_tokens_in_a_text_stay_text(tmp_path, turns):
 @pytest.mark.parametrize("name,thinking,end,opened", [
     ("qwen2.5", "off", "", ""), ("instruct", "off", "", ""), ("qwen3", "on", "", ""),
     ("qwen3", "off", "<think>\n\n</think>\n\n", ""), ("thinking", "on", "<think>\n", "<think>\n")])
-def test_a_prompt_ends_as_the_template_says_about_thinking(tmp_path, name, thinking, end, opened):
+def test_prompt_opens_or_skips_thinking(tmp_path, name, thinking, end, opened):
     save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
     tokenizer = Tokenizer(tmp_path, thinking)
     assert text_of(tokenizer, tokenizer.chat("q")).endswith(f"q<|im_end|>\n<|im_start|>assistant\n{end}")
@@ -124,7 +124,7 @@ def test_a_prompt_ends_as_the_template_says_about_thinking(tmp_path, name, think
 
 @pytest.mark.parametrize("name,thinking,other", [("qwen2.5", "on", "off"), ("instruct", "on", "off"),
                                                  ("thinking", "off", "on")])
-def test_what_a_model_cannot_do_is_refused(tmp_path, name, thinking, other):
+def test_unsupported_thinking_mode_is_rejected(tmp_path, name, thinking, other):
     save_tokenizer(tmp_path, TEMPLATES.get(name), thinks=bool(name))
     with pytest.raises(UserError, match=f"--thinking {thinking}: .*tokenizer_config.json.*use --thinking {other}"):
         Tokenizer(tmp_path, thinking)
@@ -133,7 +133,7 @@ def test_what_a_model_cannot_do_is_refused(tmp_path, name, thinking, other):
 # -----------------------------------------------------------------------------
 # The tokenizer
 
-def test_limits_and_padding_saved_in_a_tokenizer_are_not_applied(tmp_path):
+def test_saved_truncation_and_padding_are_ignored(tmp_path):
     file = save_tokenizer(tmp_path, TEMPLATES["instruct"])
     file.enable_truncation(5)
     file.enable_padding(length=500)
@@ -141,7 +141,7 @@ def test_limits_and_padding_saved_in_a_tokenizer_are_not_applied(tmp_path):
     assert len(Tokenizer(tmp_path).encode("How many apples?")) == 16
 
 
-def test_decode_inverts_encode_and_drops_only_the_end_token(tmp_path):
+def test_decode_inverts_encode_and_drops_end_token(tmp_path):
     save_tokenizer(tmp_path, TEMPLATES["instruct"])
     tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("½ of 4\n is \\boxed{2}")
@@ -152,8 +152,8 @@ def test_decode_inverts_encode_and_drops_only_the_end_token(tmp_path):
 
 @pytest.mark.parametrize("change", [
     None, lambda text: text[:100], lambda text: text.replace("<|im_start|>", "<s>"),
-    lambda text: text.replace('"id": 257', '"id": 1000000000')])             # the library would give it another id
-def test_a_tokenizer_that_is_missing_broken_or_not_qwens_is_named(tmp_path, change):
+    lambda text: text.replace('"id": 257', '"id": 1000000000')])             # the library would renumber it
+def test_wrong_tokenizer_file_is_named(tmp_path, change):
     save_tokenizer(tmp_path, TEMPLATES["instruct"])
     path = tmp_path / "tokenizer.json"
     if change is None:
@@ -166,7 +166,7 @@ def test_a_tokenizer_that_is_missing_broken_or_not_qwens_is_named(tmp_path, chan
         Tokenizer(tmp_path)
 
 
-def test_the_tiny_models_tokenizer_has_spare_ids_both_end_tokens_and_one_digit_a_token():
+def test_tiny_tokenizer_splits_digits_and_has_spare_ids():
     tokenizer = Tokenizer(TINY)
     assert tokenizer.vocab_size < json.loads((TINY / "config.json").read_text())["vocab_size"]
     assert [tokenizer.file.id_to_token(i) for i in tokenizer.end_ids] == ["<|endoftext|>", "<|im_end|>"]
@@ -183,15 +183,15 @@ def test_the_tiny_models_tokenizer_has_spare_ids_both_end_tokens_and_one_digit_a
     ("boxed", None, "How many?\nPlease reason step by step, and put your final answer within \\boxed{}."),
     ("tags", "Think the problem through before you answer. Write your reasoning between <think> and </think>, then "
              "only the final answer between <answer> and </answer>.", "How many?")])
-def test_every_prompt_style_is_a_system_message_and_a_users_turn(style, system, user):
+def test_prompt_style_sets_system_message_and_user_turn(style, system, user):
     tokenizer = Tokenizer(TINY)
     bare, chat = encode_prompts(tokenizer, [Problem("1", "How many?", "1"),
                                             Problem("2", "How many?", "1", system="S")], style)
     assert bare.prompt == tokenizer.chat(user, system)
-    assert chat.prompt == tokenizer.chat(user, "S" + (f"\n\n{system}" if system else ""))     # a row's own goes first
+    assert chat.prompt == tokenizer.chat(user, "S" + (f"\n\n{system}" if system else ""))     # its own comes first
 
 
-def test_the_example_of_a_prompt_function_makes_a_conversation(monkeypatch):
+def test_example_prompt_function_makes_a_conversation(monkeypatch):
     monkeypatch.chdir(ROOT / "examples")
     tokenizer = Tokenizer(TINY)
     problem, = encode_prompts(tokenizer, [Problem("1", "How many?", "1")], "my_prompt:few_shot")
@@ -200,13 +200,13 @@ def test_the_example_of_a_prompt_function_makes_a_conversation(monkeypatch):
     assert text.endswith("<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("said", [
+@pytest.mark.parametrize("result", [
     "", " ", [], None, 3, [3], [{"content": "q"}], {"role": "user", "content": "q"}, [{"role": "user", "content": ()}],
     *([{"role": role, "content": text}, {"role": "user", "content": "q"}]
       for role, text in ((3, "q"), ("systm", "q"), ("system", 3))), ["q", {"role": "user", "content": "q"}],
     [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
-def test_a_prompt_function_must_return_text_or_turns_that_end_with_the_users(monkeypatch, said):
-    monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: lambda problem: said)
+def test_invalid_prompt_function_result_is_rejected(monkeypatch, result):
+    monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: lambda problem: result)
     with pytest.raises(UserError, match="--prompt-style my:ask: .* for problem x, got"):
         encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask")
 
@@ -218,7 +218,7 @@ def sums(path, numbers):
 
 
 @pytest.mark.parametrize("reward,kept", [(None, ["1", "2"]), ("my:function", ["1", r"2^{\aleph_0}", "2"])])
-def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, capsys, reward, kept):
+def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward, kept):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"question": "q", "answer": a}) + "\n" for a in ("1", r"2^{\aleph_0}", "2")))
     settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
@@ -226,7 +226,7 @@ def test_golds_that_the_grader_cannot_read_are_left_out_and_counted(tmp_path, ca
     assert ("x.jsonl: 1 problem left out" in capsys.readouterr().out) == (reward is None)
 
 
-def test_prompts_over_the_limit_are_left_out_and_counted_never_cut(tmp_path, capsys):
+def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
     tokenizer = Tokenizer(TINY)
     source = sums(tmp_path / "x.jsonl", (1, 22, 333, 4))
     most = len(tokenizer.chat("22 + 1?"))
@@ -237,7 +237,7 @@ def test_prompts_over_the_limit_are_left_out_and_counted_never_cut(tmp_path, cap
 
 
 @pytest.mark.parametrize("count,asked,held", [(50, 49, 5), (50, 0, 5), (3000, 0, 256), (9, 4, 1), (50, 3, 3)])
-def test_the_end_of_a_file_is_held_out_and_that_is_said(tmp_path, capsys, count, asked, held):
+def test_end_of_file_is_held_out_and_reported(tmp_path, capsys, count, asked, held):
     path = sums(tmp_path / "sums.jsonl", range(count))
     kept, held_out = split_problems(Data(data=path, eval_problems=asked), Tokenizer(TINY))
     assert [int(p.id) for p in kept + held_out] == list(range(count)) and len(held_out) == held
@@ -245,16 +245,16 @@ def test_the_end_of_a_file_is_held_out_and_that_is_said(tmp_path, capsys, count,
 
 
 @pytest.mark.parametrize("numbers,known", [(range(30), 3), ((28, 99, 29), 2), (range(30, 60), 0)])
-def test_held_out_problems_that_are_trained_on_too_are_counted_aloud(tmp_path, capsys, numbers, known):
+def test_held_out_problems_in_training_data_are_reported(tmp_path, capsys, numbers, known):
     settings = Data(data=sums(tmp_path / "sums.jsonl", range(30)), eval_data=sums(tmp_path / "held.jsonl", numbers),
                     eval_problems=3)
     split_problems(settings, Tokenizer(TINY))
-    said = f"{known} of 3 held-out problems are also trained on" if known else ""
+    expected = f"{known} of 3 held-out problems are also trained on" if known else ""
     out = capsys.readouterr().out
-    assert said in out and bool(out) == bool(known)
+    assert expected in out and bool(out) == bool(known)
 
 
-def test_one_problem_can_be_held_out_but_one_alone_cannot_be_trained_on(tmp_path):
+def test_training_needs_two_problems(tmp_path):
     one = sums(tmp_path / "one.jsonl", range(1))
     assert len(usable_problems(Data(), Tokenizer(TINY), one, "test")) == 1
     with pytest.raises(UserError, match="one.jsonl: 1 usable problem, .* at least 2"):

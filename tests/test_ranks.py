@@ -1,5 +1,5 @@
 """
-Ranks share lists in order and wait for each other. Runs on several ranks are in test_train.py.
+Ranks share lists in order and wait for each other. test_train.py runs several ranks.
 
 python -m pytest tests/test_ranks.py -v
 """
@@ -15,7 +15,7 @@ from files import Stopped, UserError
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_the_ranks_shares_make_up_the_list_in_order_and_differ_by_one_at_most(monkeypatch, world):
+def test_shares_are_in_order_and_even(monkeypatch, world):
     monkeypatch.setattr(ranks, "WORLD", world)
     for n in (0, 1, 2, 7, 16, 17):
         shares = []
@@ -26,7 +26,7 @@ def test_the_ranks_shares_make_up_the_list_in_order_and_differ_by_one_at_most(mo
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_with_one_process_sharing_and_gathering_change_nothing():
+def test_one_process_shares_and_gathers_nothing():
     tensor = torch.ones(3)
     assert ranks.gather(["a", "b"]) == ["a", "b"]
     assert ranks.all_sum(tensor) is ranks.broadcast(tensor) is tensor
@@ -34,7 +34,7 @@ def test_with_one_process_sharing_and_gathering_change_nothing():
     assert tensor.tolist() == [1, 1, 1] and not torch.distributed.is_initialized()
 
 
-def test_a_meeting_that_fails_means_a_lost_rank(monkeypatch):
+def test_failed_collective_means_a_lost_rank(monkeypatch):
     def peer_closed(*_, **__):
         raise RuntimeError("Connection closed by peer\nand a page of C++")
 
@@ -49,26 +49,26 @@ def test_a_meeting_that_fails_means_a_lost_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_wait_that_itself_heeds_none(number, ctrl_c_interrupts):
+def test_signal_interrupts_a_blocking_wait(number, ctrl_c_interrupts):
     def stop(*_):
-        raise Stopped("told to")
+        raise Stopped("asked to")
 
     before, end = signal.signal(number, stop), threading.Event()
     try:
         threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
-        with pytest.raises(Stopped, match="told to"):
+        with pytest.raises(Stopped, match="asked to"):
             ranks.interruptible(end.wait)
     finally:
         end.set()
         signal.signal(number, before)
 
 
-def test_what_fails_in_a_wait_is_raised_where_it_was_asked_for():
+def test_error_in_a_wait_is_raised_in_the_caller():
     with pytest.raises(ZeroDivisionError):
         ranks.interruptible(lambda: 1 / 0)
 
 
-def test_ranks_that_do_not_know_where_to_meet_are_told_to_use_torchrun(monkeypatch):
+def test_missing_rendezvous_suggests_torchrun(monkeypatch):
     monkeypatch.setattr(ranks, "WORLD", 2)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -1,9 +1,9 @@
 """
-train.py as a user runs it: its flags, and whole runs of the embedded model on a CPU that learn, end, go on, and fail.
+train.py as users run it: flags, and complete CPU runs of the bundled model that learn, stop, resume and fail.
 
-A run is a process, forked from a server that has imported torch once: a second a run instead of five, and it can be
-killed, starved of disk, or given a rank. Runs that must agree are compared bit for bit, times aside. The server sees no
-GPU: what forks from a process that has asked CUDA for one cannot use it. A run on GPUs is a process of its own.
+Each run is a process forked from a server that imported torch once, so it starts in a second instead of five and can be
+killed, run out of disk, or be given a rank. Runs that must agree are compared bit for bit, except for times. The server
+sees no GPU: a forked child cannot use CUDA if its parent initialized it. GPU runs are spawned instead.
 
 python -m pytest tests/test_train.py -v
 """
@@ -40,7 +40,7 @@ from harness.config import read_settings
 from learner import Update
 from lora import attach
 from model import load
-from sampler import KV_BLOCK, Rollouts, Row, blocks_for
+from sampler import Rollouts, Row
 from tasks.arithmetic import arithmetic
 from weights import NVFP4_CONFIG, Shards
 
@@ -55,7 +55,7 @@ def nan(completion, problem):
 def levels(completion, problem, group):
     return {"level": problem["level"], "group": len(group)}
 
-def unscorable_at_times(completion, problem):
+def sometimes_unscorable(completion, problem):
     return problem["level"] or float("nan")
 
 def ask(problem):
@@ -84,7 +84,9 @@ def ends_with_its_target(completion, problem):
 
 
 def train(argv, folder, log, env, max_file, fault):
-    """Runs in the forked process. max_file: bytes after which a write fails as on a full disk; fault: called first."""
+    """Runs in the forked process. max_file: file size in bytes at which writes fail, as on a full disk. fault: called
+    before train.py.
+    """
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -94,7 +96,7 @@ def train(argv, folder, log, env, max_file, fault):
         ours = (ROOT, ROOT / "fast", ROOT / "harness")
         for name in [n for n, m in sys.modules.items() if Path(getattr(m, "__file__", None) or "/").parent in ours]:
             del sys.modules[name]
-    if "cuda" not in argv:                                  # a kernel that promises any size: 128 GiB are too much
+    if "cuda" not in argv:                                  # 128 GiB; else Linux would overcommit any size
         resource.setrlimit(resource.RLIMIT_AS, (2**37, 2**37))
     if max_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file, max_file))
@@ -105,10 +107,10 @@ def train(argv, folder, log, env, max_file, fault):
 
 
 class Runs:
-    """Starts runs in `folder`, which holds word problems, reward functions and the tiny model in NVFP4.
+    """Starts runs in `folder`, which contains word problems, reward functions and the tiny model in NVFP4.
 
-    A run that quantizes ../tiny while it loads has the same weights (test_weights.py), and takes three times as long to
-    begin: that is left to those with a --base or --calibrate and to those that name the model, as the one that learns.
+    Quantizing ../tiny on load gives the same weights (test_weights.py) but takes longer. Only tests that set --base,
+    --calibrate or --model quantize on load.
     """
 
     def __init__(self, folder, tiny_nvfp4):
@@ -119,12 +121,10 @@ class Runs:
         (folder / "my_rewards.py").write_text(REWARDS)
         shutil.copytree(tiny_nvfp4, folder / "tiny")
 
-    def start(self, out, *flags, model=None, env={}, max_file=None, fault=None, bare=False):
-        """bare: these flags and no others."""
+    def start(self, out, *flags, model=None, env={}, max_file=None, fault=None):
         model = model or (ROOT if {"--base", "--calibrate"} & {*flags} else self.folder) / "tiny"
         argv = [*(["--resume"] if "--resume" in flags else ["--model", str(model), "--data", "sums.jsonl", *SMALL]),
                 "--device", "cpu", "--out", out, *(f for f in flags if f != "--resume")]
-        argv = list(flags) if bare else argv
         log = self.folder / f"{out}.{env.get('RANK', 0)}.log"
         log.unlink(missing_ok=True)
         context = multiprocessing.get_context("spawn" if "cuda" in flags else "forkserver")
@@ -133,10 +133,10 @@ class Runs:
         return process
 
     def run(self, out, *flags, code=0, **more):
-        """-> what it printed. Any exit code but `code` fails the test."""
+        """-> its output. Fails if the exit code is not `code`."""
         process = self.start(out, *flags, **more)
-        process.join(300)                        # a machine may be busy
-        process.kill()                           # else it would hold --out against the next test
+        process.join(300)                        # long enough for a busy machine
+        process.kill()                           # or it would keep --out locked
         assert process.exitcode == code, f"exit code {process.exitcode}:\n{self.log(out)}"
         return self.log(out)
 
@@ -153,7 +153,7 @@ class Runs:
         return path.read_text().splitlines() if path.exists() else []
 
     def metrics(self, out):
-        """One dict a step, without what differs from run to run."""
+        """One dict per step, without times."""
         return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in self.lines(out)]
 
     def samples(self, out):
@@ -163,12 +163,12 @@ class Runs:
         return load_file(self.folder / out / "checkpoints" / f"step_{step:06d}" / "state.safetensors")
 
     def wait(self, out, steps, process):
-        """Until `steps` steps are in the log of metrics."""
+        """Waits until metrics.jsonl has `steps` steps."""
         while len(self.lines(out)) < steps and process.is_alive():
             time.sleep(0.005)
 
     def same(self, a, b):
-        """Metrics, answers and adapter of two runs, bit for bit."""
+        """Whether metrics, answers and adapters of two runs are bit-identical."""
         return (self.metrics(a) == self.metrics(b) and self.lines(a, "samples.jsonl") == self.lines(b, "samples.jsonl")
                 and self.lines(a, "held_out.jsonl") == self.lines(b, "held_out.jsonl")
                 and self.adapter(a) == self.adapter(b))
@@ -179,7 +179,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_nvfp4):
-    # For the start of the server alone: one thread, no GPU, the path that Python 3.11 does not hand on to its preloads.
+    # The server starts with one thread and no GPU. Python 3.11 does not pass sys.path on to its preloads.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -191,20 +191,19 @@ def runs(tmp_path_factory, tiny_nvfp4):
 
 @pytest.fixture(scope="module")
 def whole(runs):
-    """The uninterrupted run of 9 steps that others are compared with."""
+    """The uninterrupted run of 9 steps that others must equal."""
     runs.run("whole", "--steps", "9", "--save-every", "3")
     return "whole"
 
 
 # -----------------------------------------------------------------------------
-# The acts of a step
+# The parts of a step
 
 def settings_of(*flags):
-    """As train.py reads them, the sizes for two CPU cores included."""
     return read_settings(list(flags))[0]
 
 
-def test_the_learning_rate_by_hand():
+def test_learning_rate_by_hand():
     cosine, constant = (settings_of("--lr", "2", "--lr-schedule", name).optim for name in ("cosine", "constant"))
     for optim in (cosine, constant):                                      # --warmup 0.1
         assert [train_py.learning_rate(optim, x) for x in (0, 0.025, 0.05)] == pytest.approx([0, 0.5, 1])
@@ -214,13 +213,13 @@ def test_the_learning_rate_by_hand():
 
 
 def some_update(ratio, grad_norm):
-    """Of two tokens, one of which became so much likelier."""
+    """An update of two tokens, one of which became `ratio` times as likely."""
     d = torch.tensor([0.0, math.log(ratio)])
     sums = rollout_sums(d) | {"clip_ratio_high": torch.tensor(grad_norm * 2), "entropy": torch.tensor(grad_norm * 6)}
     return Update(sums, grad_norm, lr=0.1)
 
 
-def test_each_update_has_the_rate_of_its_middle():
+def test_update_uses_learning_rate_at_its_middle():
     optim = settings_of("--lr", "1", "--lr-schedule", "cosine").optim
     rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]
     assert train_py.learning_rates(optim, 4, 10, 4) == pytest.approx(rates)
@@ -229,13 +228,13 @@ def test_each_update_has_the_rate_of_its_middle():
 def test_updates_take_disjoint_groups_and_epochs_repeat_them():
     settings = settings_of("--group-size", "2", "--updates-per-rollout", "2", "--epochs", "2")
     rollouts = Rollouts([Row([1], [2] * 4, torch.zeros(4), b != 1, graded=dict(task=1.0, finished=b != 1))
-                         for b in range(4)])                              # row 1 was cut off
+                         for b in range(4)])                              # row 1 was truncated
     weights = train_py.plan_updates(rollouts, LOSSES["dapo"], settings.rollout, settings.optim, mask_overlong=True)
-    by_hand = [0.25, 0, 0, 0], [0, 0, 0.125, 0.125]                       # of each of a row's four tokens
+    by_hand = [0.25, 0, 0, 0], [0, 0, 0.125, 0.125]                       # for each of a row's four tokens
     assert [w.T.tolist() for w in weights] == [[row] * 4 for row in by_hand] * 2
 
 
-def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_its_last():
+def test_report_combines_a_steps_updates():
     graded = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5, completion="1")
               for r in (1.0, 0.0, 1.0, 0.0)]
     rows = [Row([1], [2, 3], torch.full((2,), -0.5), True, graded=found) for found in graded]
@@ -247,28 +246,22 @@ def test_a_step_reports_its_first_update_that_taught_and_the_clip_and_norm_of_it
     assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
-    assert metrics["idle"] == pytest.approx(0.2)                        # 10 rows were computed for 8 tokens
-    assert metrics["sampler_entropy"] == 0.5                            # of all rows, also of those that taught nothing
+    assert metrics["idle"] == pytest.approx(0.2)                        # 10 computed, 8 kept
+    assert metrics["sampler_entropy"] == 0.5                            # over all rows, even uninformative ones
     unmeasured = train_py.report(Rollouts(rows), torch.tensor([1.0, -1.0] * 2), weights, updates, group_size=2)
-    assert unmeasured["tokens_per_s"] == 0                               # of a user's function that samples
+    assert unmeasured["tokens_per_s"] == 0  # a user's sampling function may not measure time
 
 
-def test_a_loss_keeps_its_own_values_where_no_flag_is_given(monkeypatch):
-    own = dataclasses.replace(LOSSES["grpo"], clip_low=0.3, correction="ppo", kl_beta=0.04)
-    monkeypatch.setitem(LOSSES, "grpo", own)
-    assert setup.loss_of(settings_of("--loss", "grpo").objective) == own
-    assert setup.loss_of(settings_of("--loss", "grpo", "--kl-beta", "0").objective).kl_beta == 0
+def test_loss_flags_override_the_losss_own_values(monkeypatch):
+    own = dataclasses.replace(LOSSES["gspo"], correction="ppo", kl_beta=0.04)
+    monkeypatch.setitem(LOSSES, "gspo", own)
+    for flag, name, value in (("", "kl_beta", 0.04), ("--kl-beta 0", "kl_beta", 0), ("--clip-low 0.1", "clip_low", 0.1),
+                              ("--clip-high 0.5", "clip_high", 0.5), ("--correction off", "correction", "off")):
+        loss = setup.loss_of(settings_of("--loss", "gspo", *flag.split()).objective)
+        assert loss == dataclasses.replace(own, **{name: value})
 
 
-def test_the_settings_of_the_loss_reach_it_and_its_own_clips_are_the_defaults():
-    flags = "--loss gspo --correction ppo --kl-beta 0.2".split()
-    for more, clips in ((["--clip-low", "0.1"], (0.1, 4e-4)), (["--clip-high", "0.5"], (3e-4, 0.5))):
-        loss = setup.loss_of(settings_of(*flags, *more).objective)
-        assert (loss.clip_low, loss.clip_high) == clips and loss.sequence_level
-        assert (loss.correction, loss.kl_beta) == ("ppo", 0.2)
-
-
-def test_a_16_bit_model_is_calibrated_on_a_gpu():
+def test_16_bit_model_is_calibrated_on_gpu_only():
     def decided(device, *flags, **config):
         return setup.calibration_problems(settings_of(*flags).model, torch.device(device), config)
 
@@ -279,7 +272,7 @@ def test_a_16_bit_model_is_calibrated_on_a_gpu():
     assert decided("cuda", "--model", "x", "--calibrate", "0") == 0
 
 
-def write_down_what_the_sampler_gets():
+def record_sampler_calls():
     from sampler import Sampler
     generate = Sampler.generate
 
@@ -291,9 +284,9 @@ def write_down_what_the_sampler_gets():
     Sampler.generate = noted
 
 
-def test_a_run_has_the_noise_the_sampling_and_the_adapter_of_its_seed(runs):
+def test_seed_determines_noise_sampling_and_adapter(runs):
     runs.run("seeded", *"--steps 3 --seed 7 --lr 1e-9 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01".split(),
-             fault=write_down_what_the_sampler_gets)
+             fault=record_sampler_calls)
     calls = [json.loads(line) for line in (runs.folder / "calls.jsonl").read_text().splitlines()]
     training, held_out = ([call for call in calls if call[0] == size] for size in (4, 1))
     assert [call[1:4] for call in training] == [[1.0, 7, places] for places in ([0, 1], [2, 3], [4, 5])]
@@ -302,52 +295,53 @@ def test_a_run_has_the_noise_the_sampling_and_the_adapter_of_its_seed(runs):
     for step, (sigma, call) in enumerate(zip(sigmas, training)):
         noise = torch.tensor(call[4])
         assert torch.equal(noise, sigma * draw_z(7, step, 1, 1, len(noise)))
-    assert len(held_out) == 2                                             # greedily and without noise
+    assert len(held_out) == 2                                             # greedy and without noise
     assert all(temperature == 0 and not any(noise) for _, temperature, _, _, noise in held_out)
     start = attach(load(ROOT / "tiny", "nvfp4", "cpu"), rank=32, alpha=32, seed=7).master.data
     torch.testing.assert_close(runs.state("seeded", 3)["master"], start, atol=1e-8, rtol=0)
 
 
 # -----------------------------------------------------------------------------
-# Learning.
+# Learning
 
-def test_the_embedded_model_learns(runs):
-    # Three seeds: mean reward 0.34 to 0.41 over the first four steps, 0.88 to 0.97 over the last; held out 0.34, 0.94.
-    runs.run("learns", *("--data more.jsonl --steps 12 --prompts-per-step 8 --group-size 6 --max-new-tokens 32 "
-                         "--lr 3e-3 --eval-problems 16 --eval-every 99").split(), model=ROOT / "tiny")
+def test_bundled_model_learns(runs):
+    # With three seeds, rewards were 0.28 to 0.41 over the first three steps and 0.73 to 0.83 over the last three, and
+    # held-out accuracy went from 0.44 to 0.94.
+    runs.run("learns", *("--data more.jsonl --steps 8 --prompts-per-step 8 --group-size 6 --max-new-tokens 32 "
+                         "--lr 4e-3 --eval-problems 16 --eval-every 99").split(), model=ROOT / "tiny")
     metrics = runs.metrics("learns")
     rewards = [m["reward"] for m in metrics]
-    assert sum(rewards[:4]) / 4 < 0.5 and sum(rewards[-4:]) / 4 > 0.85, rewards
+    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.65, rewards
     assert metrics[0]["eval_accuracy_before"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
 @pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1 --base nf4 --lr-schedule constant",
                                    "--loss gspo --advantage-scale none --correction off --overlong keep",
                                    *(f"--loss {loss}" for loss in LOSSES
-                                     if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's own
-def test_every_loss_and_option_runs(runs, flags):
+                                     if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's losses
+def test_loss_and_option_runs(runs, flags):
     name = flags.replace(" ", "").strip("-")
     runs.run(name, *"--steps 1 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
     metrics, samples = runs.metrics(name), runs.samples(name)
     assert len(metrics) == 1 and len(samples) == 8
     assert all(row["reward"] == row["task"] == row["correct"] and row["shaping"] == 0 for row in samples)
     if "kl" in flags:
-        assert metrics[0]["kl"] >= 0                                      # mean over two updates of the step's tokens
+        assert metrics[0]["kl"] >= 0                                      # mean over the step's updates
 
 
-def test_disjoint_updates_and_epochs_are_updates_of_their_own(runs):
-    # The state's step counts Adam's steps. Two disjoint updates of two groups each are not one of four.
+def test_disjoint_updates_and_epochs_are_separate_updates(runs):
+    # "step" in the state counts Adam's steps: 2 epochs of 2 disjoint updates.
     flags = "--steps 1 --prompts-per-step 4 --reward my_rewards:by_length --temperature 1.5".split()
     runs.run("once", *flags)
     runs.run("both2", *flags, *"--updates-per-rollout 2 --epochs 2".split())
     once, both = runs.state("once", 1), runs.state("both2", 1)
     assert (once["step"], both["step"]) == (1, 4) and not torch.equal(once["master"], both["master"])
     assert runs.lines("both2", "samples.jsonl") == runs.lines("once", "samples.jsonl")
-    assert runs.metrics("once")[0]["rollout_logp_diff"] < 1e-4           # the learner has the sampler's temperature
+    assert runs.metrics("once")[0]["rollout_logp_diff"] < 1e-4           # sampler and learner use one temperature
 
 
-def test_a_reward_may_say_itself_what_is_right_and_its_problems_are_all_fields_of_the_rows(runs):
-    rows = [json.loads(line) | {"target": "" if i % 2 else "x"}              # "": every answer ends with it
+def test_reward_sees_all_fields_and_may_set_correct(runs):
+    rows = [json.loads(line) | {"target": "" if i % 2 else "x"}              # every answer ends with ""
             for i, line in enumerate((runs.folder / "sums.jsonl").read_text().splitlines())]
     targets = runs.folder / "targets.jsonl"
     targets.write_text("\n".join(map(json.dumps, rows)))
@@ -361,22 +355,22 @@ def test_a_reward_may_say_itself_what_is_right_and_its_problems_are_all_fields_o
     assert "targets.jsonl: problems or prompts differ" in log.splitlines()[-1]
 
 
-def test_a_reward_of_nan_for_all_answers_teaches_nothing(runs):
+def test_nan_reward_teaches_nothing(runs):
     runs.run("nan", *"--steps 1 --reward my_rewards:nan".split())
     assert [row["reward"] for row in runs.metrics("nan")] == [None]
     assert not runs.state("nan", 1)["exp_avg"].any()
 
 
-def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
+def test_calibrated_run_keeps_and_resumes_its_own_base(runs):
     flags = "--steps 2 --save-every 1 --reward my_rewards:by_length".split()
     log = runs.run("calibrated", *flags, "--calibrate", "4")
     base, files = runs.folder / "calibrated/base", Shards(runs.folder / "calibrated/base")
-    assert log.count("KL(16 bits || gptq)") == 2           # measured, read
+    assert log.count("KL(16 bits || gptq)") == 2           # after calibrating, and after loading
     assert json.loads((base / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
     assert "model.layers.2.mlp.down_proj.weight_packed" in files.names
     adapter = json.loads((runs.folder / "calibrated/adapter/adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == "calibrated/base"
-    runs.run("onbase", *flags, model=base)                 # the same run on that folder as a model
+    runs.run("onbase", *flags, model=base)                 # a run with that folder as its model
     assert runs.metrics("calibrated") == runs.metrics("onbase") and runs.samples("calibrated") == runs.samples("onbase")
     written = {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
     whole = runs.metrics("calibrated")
@@ -387,7 +381,7 @@ def test_a_calibrated_run_trains_on_a_base_of_its_own_and_goes_on_with_it(runs):
 
 
 def infinite_advantages():
-    grpo = importlib.import_module("grpo")                  # a rank imports ours anew
+    grpo = importlib.import_module("grpo")                  # a rank reimports the project's modules
     real = grpo.group_advantages
     grpo.group_advantages = lambda *a, **k: torch.where(real(*a, **k) > 0, torch.inf, 0.0)
 
@@ -397,7 +391,7 @@ def skip_and_give_up_after_three_steps():
     importlib.import_module("harness.console").PATIENCE = 3
 
 
-def test_updates_with_an_infinite_loss_are_skipped_and_ranks_that_skip_all_end_in_one_line(runs):
+def test_ranks_skip_infinite_losses_and_stop(runs):
     flags = "--steps 8 --eval-every 99 --reward my_rewards:by_length --temperature 2".split()
     for process in runs.ranks("skips", 2, *flags, fault=skip_and_give_up_after_three_steps):
         process.join(60)
@@ -410,10 +404,10 @@ def test_updates_with_an_infinite_loss_are_skipped_and_ranks_that_skip_all_end_i
 
 
 # -----------------------------------------------------------------------------
-# What a run says, keeps and takes over.
+# Output, adapters, moved folders
 
-def test_a_resumed_run_notices_other_frozen_weights_and_may_be_told_where_they_are(runs, tmp_path):
-    """The model's folder got another fine-tune, say, or another conversion to 4 bits."""
+def test_resume_rejects_changed_weights_and_accepts_moved_model(runs, tmp_path):
+    """The model's folder may have been replaced by another fine-tune or another 4-bit conversion."""
     model = shutil.copytree(runs.folder / "tiny", tmp_path / "model")
     flags = "--save-every", "1", "--prompts-per-step", "1"
     runs.run("frozen", "--steps", "1", *flags, model=model)
@@ -426,12 +420,12 @@ def test_a_resumed_run_notices_other_frozen_weights_and_may_be_told_where_they_a
     assert json.loads((runs.folder / "frozen" / "run.json").read_text())["model"] == str(moved)
 
 
-def test_an_adapter_that_cannot_be_kept_is_kept_when_the_run_goes_on(runs):
-    """The step does not count before its adapters are there: a full disk there would lose them for good."""
+def test_resume_writes_the_kept_adapter_that_failed(runs):
+    """A step counts only once its adapters are written. Otherwise a full disk could lose them."""
     runs.run("keeping", "--steps", "2", "--save-every", "1", "--keep", "2")
     kept = runs.folder / "keeping" / "adapters"
     shutil.rmtree(kept)
-    kept.touch()                                                         # a file in the way
+    kept.touch()                                                         # a file in the way makes writing fail
     log = runs.run("keeping", "--resume", "--steps", "4", "--save-every", "1", "--keep", "2", code=1)
     assert "step 3 is saved" in log.splitlines()[-1]
     kept.unlink()
@@ -440,7 +434,7 @@ def test_an_adapter_that_cannot_be_kept_is_kept_when_the_run_goes_on(runs):
     assert (kept / "step_000004/adapter_model.safetensors").read_bytes() == runs.adapter("keeping")
 
 
-def test_the_best_adapter_is_that_of_the_first_highest_mean_reward_on_what_is_held_out(runs):
+def test_best_adapter_is_first_with_highest_held_out_reward(runs):
     runs.run("best", *"--steps 4 --reward my_rewards:best_after_two --eval-every 1 --keep 1".split())
     metrics = runs.metrics("best")
     assert metrics[0]["eval_reward_before"] == 1.5 and [m["eval_reward"] for m in metrics] == [0.5, 5.5, 5.5, 2.5]
@@ -450,18 +444,17 @@ def test_the_best_adapter_is_that_of_the_first_highest_mean_reward_on_what_is_he
     assert [best == step for step in steps] == [False, True, False, False]
 
 
-def test_no_adapter_is_the_best_unless_it_beats_the_model_before_training(runs):
+def test_best_adapter_must_beat_the_untrained_model(runs):
     runs.run("worse", *"--steps 2 --reward my_rewards:best_before_training --eval-every 1 --keep 1".split())
     metrics = runs.metrics("worse")
     assert metrics[0]["eval_reward_before"] == 5.5 and [m["eval_reward"] for m in metrics] == [5.5, 2.5]
     assert {path.name for path in (runs.folder / "worse" / "adapters").iterdir()} == {"step_000001", "step_000002"}
 
 
-@pytest.mark.parametrize("flags,evaluated", [("--steps 2 --eval-every 1", [1, 2]),
-                                             ("--steps 3 --eval-every 2", [2, 3])])
-def test_a_run_is_evaluated_before_training_at_intervals_and_at_its_end(runs, flags, evaluated):
-    out = f"evaluated{flags}".replace(" ", "")
-    log = runs.run(out, *flags.split(), *"--lr 0.05 --temperature 2 --reward my_rewards:by_length".split())
+def test_evaluation_before_training_at_intervals_and_at_the_end(runs):
+    out, evaluated = "evaluated", [2, 3]
+    log = runs.run(out, *("--steps 3 --eval-every 2 --lr 0.05 --temperature 2 "
+                          "--reward my_rewards:by_length").split())
     rows = [json.loads(line) for line in runs.lines(out, "held_out.jsonl")]
     metrics, rewards = runs.metrics(out), {}
     for row in rows:
@@ -474,41 +467,41 @@ def test_a_run_is_evaluated_before_training_at_intervals_and_at_its_end(runs, fl
     assert logged == pytest.approx({done: sum(each) / 4 for done, each in rewards.items()})
     assert f"held-out reward {logged[0]:.3f} -> {logged[evaluated[-1]]:.3f}" in log
     first, *_, last = [[row["mean_logprob"] for row in rows if row["steps_done"] == done] for done in rewards]
-    assert first != last                                                  # that of the trained adapter
+    assert first != last                                                  # uses the trained adapter
 
 
-def killed_in_its_first_checkpoint():
+def kill_in_first_checkpoint():
     folder_py.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def given(runs):
-    """An adapter of a run of two steps."""
+    """The adapter of a run of two steps."""
     runs.run("given", *"--steps 2 --lora-rank 4 --lora-alpha 6 --reward my_rewards:by_length".split())
     return "given/adapter"
 
 
-def test_a_run_starts_from_an_adapter_with_its_rank_and_says_what_differs(runs, given):
+def test_run_from_adapter_uses_its_rank_and_reports_differences(runs, given):
     log = runs.run("takes", *f"--steps 1 --adapter {given} --lr 1e-9 --base bf16 --prompt-style plain".split())
     assert "trained with base 'nvfp4', not 'bf16'" in log and "trained with prompt style 'boxed', not 'plain'" in log
     flags = json.loads((runs.folder / "takes" / "run.json").read_text())
     assert (flags["lora_rank"], flags["lora_alpha"]) == (4, 6)
     before, after = (load_file(runs.folder / path / "adapter_model.safetensors") for path in (given, "takes/adapter"))
-    for name, value in before.items():                                    # the one update moves them by 1e-9
+    for name, value in before.items():                                    # the update moves them by 1e-9
         torch.testing.assert_close(after[name], value, atol=1e-8, rtol=0)
 
 
-def test_a_run_from_an_adapter_that_is_killed_before_its_first_checkpoint_begins_with_it_again(runs, given):
-    # It went on from a new adapter, whose B is zero, and said nothing.
+def test_run_from_adapter_resumes_after_early_kill(runs, given):
+    # It must not silently continue from a new adapter, whose B is zero.
     flags = f"--steps 2 --adapter {given} --reward my_rewards:by_length".split()
     runs.run("from-given", *flags)
-    runs.run("killed-early", *flags, code=-signal.SIGKILL, fault=killed_in_its_first_checkpoint)
+    runs.run("killed-early", *flags, code=-signal.SIGKILL, fault=kill_in_first_checkpoint)
     assert len(runs.lines("killed-early")) == 2 and not (runs.folder / "killed-early" / "checkpoints").exists()
     runs.run("killed-early", "--resume", "--reward", "my_rewards:by_length")
     assert runs.same("killed-early", "from-given")
 
 
-def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, whole):
+def test_finished_run_can_be_moved_and_extended(runs, whole):
     shutil.copytree(runs.folder / whole, runs.folder / "elsewhere" / "longer")
     out = "elsewhere/longer"
     before = files_of(runs.folder / out)
@@ -520,7 +513,7 @@ def test_a_finished_run_says_so_and_can_be_extended_from_another_folder(runs, wh
     assert flags["steps"] == 10 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
 
 
-def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs):
+def test_second_run_in_the_same_folder_exits(runs):
     process = runs.start("taken", "--steps", "999")
     runs.wait("taken", 1, process)
     for flags in (["--resume"], []):
@@ -530,14 +523,15 @@ def test_the_second_of_two_runs_with_one_folder_ends_at_once(runs):
     process.join()
 
 
-def test_an_error_of_a_reward_is_one_line_and_the_run_is_saved(runs):
+def test_reward_error_is_one_line_and_run_is_saved(runs):
     log = runs.run("breaks", "--steps", "4", "--reward", "my_rewards:breaks_later", code=1)
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError") and "my_rewards.py:" in last
+    assert last.endswith("--resume --out breaks --reward my_rewards:breaks_later")
     assert "step 2 is saved" in last and "Traceback" not in log
 
 
-def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged(runs):
+def test_custom_reward_and_prompt_need_no_gold(runs):
     rows = [{"question": f"{i}?", "level": i % 3} for i in range(40)]
     (runs.folder / "levels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = "--steps 1 --data levels.jsonl --reward my_rewards:levels --prompt-style my_rewards:ask".split()
@@ -548,19 +542,19 @@ def test_a_reward_and_a_prompt_of_ones_own_need_no_gold_and_the_parts_are_logged
     assert metrics["reward_group"] == 4 and metrics["reward_level"] == sum(r["parts"]["level"] for r in samples) / 8
     assert 1 <= metrics["eval_reward"] <= 3 and metrics["accuracy"] == 0
 
-    runs.run("at-times", *flags, "--reward", "my_rewards:unscorable_at_times", "--steps", "2", "--eval-problems", "8")
-    assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("at-times")[1:])
-    levels = [row["task"] for row in runs.samples("at-times")]
-    assert None in levels[:8] and {1, 2} & set(levels[:8])                # one group in three has no number
-    for metrics in runs.metrics("at-times"):
+    runs.run("sometimes", *flags, "--reward", "my_rewards:sometimes_unscorable", "--steps", "2", "--eval-problems", "8")
+    assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("sometimes")[1:])
+    levels = [row["task"] for row in runs.samples("sometimes")]
+    assert None in levels[:8] and {1, 2} & set(levels[:8])                # one group in three has no reward
+    for metrics in runs.metrics("sometimes"):
         numbers = [level for level in levels[8 * metrics["step"]:][:8] if level]
         assert metrics["reward"] == metrics["reward_reward"] == sum(numbers) / len(numbers)
 
 
 # -----------------------------------------------------------------------------
-# Ends and resumption.
+# Kills, signals, full disks, resume
 
-# Where a run is killed: the module, the function, the number of the call, and whether it comes back first.
+# Where a run is killed: module, function, number of the call, and whether the function returns first.
 KILLS = {
     "sampling": ("sampler", "Sampler.generate", 2, False),
     "grading": ("rewards", "grade_rows", 2, False),
@@ -579,7 +573,7 @@ KILLS = {
 
 
 def kill_in(module, name, call, after):
-    """From here on the process kills itself in that call of the function, before or after what the function does."""
+    """Makes the process kill itself before, or after, the given call of a function."""
     *owner, name = name.split(".")
     owner = getattr(importlib.import_module(module), owner[0]) if owner else importlib.import_module(module)
     real, calls = getattr(owner, name), []
@@ -596,7 +590,7 @@ def kill_in(module, name, call, after):
     setattr(owner, name, killing)
 
 
-def test_a_run_killed_at_every_named_place_equals_the_uninterrupted_one(runs, whole):
+def test_killed_run_resumes_bit_for_bit(runs, whole):
     flags = "--steps", "9", "--save-every", "2"
     for n, (place, how) in enumerate(KILLS.items()):
         kill = functools.partial(kill_in, *how)
@@ -606,7 +600,7 @@ def test_a_run_killed_at_every_named_place_equals_the_uninterrupted_one(runs, wh
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(runs, whole, number):
+def test_signal_saves_last_step_and_run_resumes(runs, whole, number):
     process = runs.start(number, "--steps", "9", "--save-every", "100")
     runs.wait(number, 3, process)
     os.kill(process.pid, getattr(signal, number))
@@ -621,7 +615,6 @@ def test_a_signal_saves_the_last_whole_step_and_the_run_goes_on_from_it(runs, wh
 
 
 def stop_before_reading():
-
     def load(self):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
@@ -630,29 +623,26 @@ def stop_before_reading():
 
 
 def stop_after_reading():
-    def trim_log(path, step):                                        # the checkpoint is read, nothing in place yet
+    def trim_log(path, step):                                        # the checkpoint is read, not yet applied
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
     folder_py.trim_log = trim_log
 
 
-@pytest.mark.parametrize("fault,said", [
+@pytest.mark.parametrize("fault,expected", [
     (stop_before_reading, "stopped by SIGTERM; nothing was changed; continue"),
     (stop_after_reading, "stopped by SIGTERM; step 9 is saved; continue")])
-def test_a_resume_that_ends_before_its_checkpoint_is_in_place_leaves_the_adapter(runs, whole, fault, said):
-    # The adapter of the last step was replaced by the one that training starts from, whose B is zero.
-    def files():
-        return {p: p.read_bytes() for p in (runs.folder / fault.__name__).rglob("*") if p.is_file()}
-
-    shutil.copytree(runs.folder / whole, runs.folder / fault.__name__)
-    before = files()
+def test_interrupted_resume_keeps_adapter(runs, whole, fault, expected):
+    # The trained adapter must not be replaced by the initial one, whose B is zero.
+    folder = shutil.copytree(runs.folder / whole, runs.folder / fault.__name__)
+    before = files_of(folder)
     log = runs.run(fault.__name__, "--resume", code=1, fault=fault)
-    assert said in log and files() == before
+    assert expected in log and files_of(folder) == before
 
 
-def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
-    # state.safetensors has 4.3 MB: 2 MB a file is enough for everything but a checkpoint.
+def test_full_disk_keeps_earlier_checkpoints(runs, whole):
+    # state.safetensors takes 4.3 MB. At most 2 MB per file is enough for everything but a checkpoint.
     process = runs.start("full", "--steps", "9", "--save-every", "3")
     runs.wait("full", 4, process)
     process.kill()
@@ -665,21 +655,11 @@ def test_a_full_disk_stops_the_run_and_loses_no_earlier_checkpoint(runs, whole):
     assert runs.same("full", whole)
 
 
-def test_a_run_thinks_as_told(runs, tmp_path):
+def test_thinking_flag_reaches_prompts(runs, tmp_path):
     model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
     runs.run("thinks", "--steps", "1", "--thinking", "on", model=model)
     assert json.loads((runs.folder / "thinks" / "run.json").read_text())["thinking"] == "on"
     assert "<think>\n\n</think>" not in runs.samples("thinks")[0]["prompt"]
-
-
-def test_what_a_model_says_of_its_sampling_is_no_part_of_training(runs, whole, tmp_path):
-    # As in Qwen3's file. A temperature, top_k or top_p would change the log-probs that the sampler records.
-    model = shutil.copytree(ROOT / "tiny", tmp_path / "model")
-    said = json.loads((model / "generation_config.json").read_text()) | dict(do_sample=True, temperature=0.6, top_k=20,
-                                                                             top_p=0.95)
-    (model / "generation_config.json").write_text(json.dumps(said))
-    runs.run("generation", "--steps", "1", model=model)
-    assert runs.samples("generation") == [row for row in runs.samples(whole) if row["step"] == 0] != []
 
 
 def files_of(folder):
@@ -688,37 +668,36 @@ def files_of(folder):
 
 @pytest.mark.parametrize("flags,named", [("--resume --lr 0.5", "--lr is 0.5"),
                                          ("--resume --data more.jsonl", "more.jsonl: problems or prompts differ")])
-def test_a_resume_with_other_settings_is_refused_and_changes_nothing(runs, whole, flags, named):
+def test_rejected_resume_changes_nothing(runs, whole, flags, named):
     before = files_of(runs.folder / whole)
     last = runs.run(whole, *flags.split(), code=1).splitlines()[-1]
     assert last.startswith("train.py: ") and named in last and files_of(runs.folder / whole) == before
 
 
-def test_a_resumed_run_has_the_memory_that_it_began_with_and_names_what_differs(runs):
+def test_resume_keeps_memory_plan_and_reports_other_hardware(runs):
     def pool(log):
         return re.search(r"KV pool of .*?micro-batches of [\d,]+ tokens", log)[0]
 
-    first = pool(runs.run("divided", "--steps", "1", "--micro-batch-tokens", "512"))
-    tokens = KV_BLOCK * 8 * (blocks_for(512 + 24) + 1)                    # of 8 rows, though --max-rows is 64
-    assert f", {tokens:,} tokens; " in first and first.endswith("of 512 tokens")
-    assert pool(runs.run("divided", "--resume", "--steps", "2")) == first
+    assert pool(runs.run("divided", "--steps", "1", "--micro-batch-tokens", "512")).endswith("of 512 tokens")
     path = runs.folder / "divided" / "run.json"
     had = json.loads(path.read_text())
-    had["memory_plan"]["kv_gib"] = 0.002                                  # as of a start that had less
+    had["memory_plan"]["kv_gib"] = 0.002                                  # as if the first start had less memory
     had["about"] |= {"hardware": "2 x 64 CPU cores, 32 threads", "program": "words.py"}
     path.write_text(json.dumps(had))
-    said = runs.run("divided", "--resume", "--steps", "3")
-    assert "KV pool of 0.00 GiB" in pool(said) and "32 threads" in said and "words.py" in said
+    log = runs.run("divided", "--resume", "--steps", "2")
+    assert "KV pool of 0.00 GiB" in pool(log) and pool(log).endswith("of 512 tokens")
+    assert "32 threads" in log and "words.py" in log
 
 
 # -----------------------------------------------------------------------------
-# Ranks.
+# Ranks
 
 def test_two_ranks_equal_one(runs):
-    """7 problems on two ranks, of which the second has 3, and room for one row a micro-batch. Same completions; the
-    gradient differs by the order of fp32 sums over some hundred tokens, the learner's rounding in batches of other
-    sizes included: 1e-4 is 5 times what was seen. Hot enough for every group to teach something: cut by itself, a rank
-    would take rows that the other has already, and leave rows that nobody takes.
+    """Of 7 problems, the second rank gets 3 and trains on one row per micro-batch.
+
+    Completions are equal. Gradients differ by the order of fp32 sums over some hundred tokens and by rounding in other
+    batch sizes: 1e-4 is 5 times the difference seen. The temperature makes every group informative, so the test fails
+    if the ranks split rows differently.
     """
     flags = ("--steps 1 --prompts-per-step 7 --save-every 1 --updates-per-rollout 2 --epochs 2 --temperature 2 "
              "--reward my_rewards:by_length --max-grad-norm 1e9").split()
@@ -735,11 +714,11 @@ def test_two_ranks_equal_one(runs):
         assert b == pytest.approx({**a, "idle": b["idle"]}, rel=1e-3, abs=1e-5), (a, b)
     one, two = runs.state("one", 1), runs.state("two", 1)
     assert (one["exp_avg"] - two["exp_avg"]).norm() < 1e-4 * one["exp_avg"].norm()
-    # Adam divides by the gradient's size: where that is all rounding, each of 4 updates may part the two by 2 x lr.
+    # Adam divides by the gradient's size. Where the gradient is only rounding, each of 4 updates may differ by 2 x lr.
     assert (one["master"] - two["master"]).abs().max() < 4 * 2 * 1e-3
 
 
-def test_a_rank_may_have_no_problem(runs):
+def test_rank_without_a_problem(runs):
     for rank, process in enumerate(runs.ranks("idle", 2, *"--steps 1 --prompts-per-step 1".split())):
         process.join(60)
         assert process.exitcode == 0, runs.log("idle", rank)
@@ -750,13 +729,13 @@ def rank_1_finds_a_broken_file():
     import lora
 
     def attach(*_, **__):
-        raise importlib.import_module("files").UserError("folder/adapter.bin: bad\nsecond line")   # imported anew
+        raise importlib.import_module("files").UserError("folder/adapter.bin: bad\nsecond line")   # reimported
 
     if os.environ["RANK"] == "1":
         lora.attach = attach
 
 
-def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
+def test_rank_that_cannot_start_ends_the_others(runs):
     for rank, process in enumerate(runs.ranks("lame", 2, fault=rank_1_finds_a_broken_file)):
         process.join(60)
         assert process.exitcode == 1, runs.log("lame", rank)
@@ -765,22 +744,22 @@ def test_a_rank_that_cannot_start_ends_the_others_in_one_line(runs):
     assert runs.log("lame", 1).splitlines()[-1] == "train.py: folder/adapter.bin: bad"
 
 
-def test_a_rank_whose_others_never_come_ends_when_told(runs):
+def test_waiting_rank_exits_on_sigterm(runs):
     env = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0")
     process = runs.start("lonely", env=env)
-    wait_for_line(runs, "lonely", "sums.jsonl", process)                  # then it waits for rank 1
+    wait_for_line(runs, "lonely", "sums.jsonl", process)                  # next it waits for rank 1
     time.sleep(1)
     process.terminate()
     process.join(20)
     assert process.exitcode == 1 and runs.log("lonely").splitlines()[-1] == "train.py: stopped by SIGTERM"
 
 
-def test_a_rank_that_waits_for_a_hung_one_saves_its_last_whole_step_when_told(runs):
+def test_rank_waiting_for_a_hung_one_saves_on_sigterm(runs):
     zero, one = runs.ranks("awaits", 2, "--steps", "200")
     runs.wait("awaits", 2, zero)
     os.kill(one.pid, signal.SIGSTOP)
     try:
-        time.sleep(2)                                                     # a step takes a tenth of that
+        time.sleep(2)                                                     # ten times as long as a step
         done = len(runs.lines("awaits"))
         zero.terminate()
         zero.join(20)
@@ -804,7 +783,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def test_ranks_with_other_problems_are_refused(runs):
+def test_ranks_with_different_problems_are_rejected(runs):
     flags = (), ("--data", "more.jsonl")
     for rank, process in enumerate(runs.ranks("unlike", 2, "--steps", "1", rank_flags=flags)):
         process.join(60)
@@ -813,7 +792,7 @@ def test_ranks_with_other_problems_are_refused(runs):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
+def test_lost_rank_ends_run_with_checkpoint(runs, whole, device):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs a GPU for each of two ranks")
     out = f"lost-{device}"
@@ -824,14 +803,14 @@ def test_a_lost_rank_ends_the_run_with_a_checkpoint(runs, whole, device):
     assert zero.exitcode == 1, zero.exitcode
     done = len(runs.lines(out))
     assert "another rank was lost" in runs.log(out) and f"step {done} is saved" in runs.log(out)
-    runs.run(out, "--resume")                                             # alone: other rounding, the same problems
+    runs.run(out, "--resume")  # one rank rounds differently, but has the same problems
     assert [row["id"] for row in runs.samples(out)] == [row["id"] for row in runs.samples(whole)]
 
 
 # -----------------------------------------------------------------------------
 # Another family
 
-def test_a_qwen3_folder_trains_resumes_and_its_learner_agrees_with_its_sampler(runs, tmp_path):
+def test_qwen3_trains_and_resumes(runs, tmp_path):
     raw = config_json("qwen3-tied") | {"max_position_embeddings": 1024, "vocab_size": 512}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((ROOT / "tiny" / name).read_bytes())
@@ -841,43 +820,19 @@ def test_a_qwen3_folder_trains_resumes_and_its_learner_agrees_with_its_sampler(r
     runs.run("qwen3", *"--resume --steps 2 --reward my_rewards:by_length".split())
     steps = runs.metrics("qwen3")
     assert [step["step"] for step in steps] == [0, 1] and all(step["grad_norm"] > 0 for step in steps)
-    # Log-probs in fp32 of logits up to 10: as FP32 in test_model.py, from two ways of computing them.
+    # Two ways of computing fp32 log-probs from logits up to 10: FP32 in test_model.py.
     assert all(0 < step["rollout_logp_diff"] < 5e-5 for step in steps)
 
 
 # -----------------------------------------------------------------------------
-# Bad input.
+# Wrong input
 
-def prepare_bad_files(folder):
-    """Each with one thing wrong; bad_model/ and its like are model folders."""
-    (folder / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?"}\n')
-    (folder / "bad.json").write_text('{"lr": 0.1, "learning_rate": 0.1}')
-    (folder / "a_file").write_text("")
-    raw = config_json("tied") | {"max_position_embeddings": 1024, "vocab_size": 512}
-    tensors = random_tensors(raw)
-    for kind in ("missing", "cut", "architecture", "quantized"):
-        model = write_folder(folder / f"model_{kind}", raw, tensors)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(ROOT / "tiny" / name, model)
-    os.truncate(folder / "model_cut/model.safetensors", 50_000)
-    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors") | {"model.norm.weight": "model-2.safetensors"}}
-    (folder / "model_missing/model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model_architecture/config.json").write_text(json.dumps(raw | {"architectures": ["LlamaForCausalLM"]}))
-    (folder / "model_quantized/config.json").write_text(json.dumps(raw | {"quantization_config": NVFP4_CONFIG}))
-
-
-# What needs no files of a run is in test_process.py, what a setting may be in test_config.py.
+# See also test_process.py (errors before a run starts), test_config.py (settings) and test_weights.py (models).
 @pytest.mark.parametrize("flags,named", [
-    ("--data bad.jsonl", "bad.jsonl:2"), ("--data nowhere.jsonl", "nowhere.jsonl"), ("--data sums.txt", "sums.txt"),
     ("--eval-data nowhere.jsonl", "nowhere.jsonl"), ("--max-prompt-tokens 3", "sums.jsonl"),
-    ("--model model_missing", "model-2.safetensors"), ("--model model_cut", "model.safetensors"),
-    ("--model model_architecture", "LlamaForCausalLM"),
-    ("--model model_quantized --calibrate 8", "quantization_config"), ("--calibrate 1", "--calibrate"),
-    ("--max-new-tokens 100000", "--max-new-tokens"), ("--reward my_rewards:absent", "absent"),
-    ("--thinking on", "--thinking on"), ("--out a_file", "--out a_file"), ("--config bad.json", "learning-rate")])
-def test_what_is_wrong_is_one_line_with_the_name_of_the_flag_or_file(runs, flags, named):
-    if not (runs.folder / "bad.jsonl").exists():
-        prepare_bad_files(runs.folder)
+    ("--model tiny --calibrate 8", "quantization_config"), ("--calibrate 1", "--calibrate"),
+    ("--max-new-tokens 100000", "--max-new-tokens"), ("--reward my_rewards:absent", "absent")])
+def test_wrong_input_is_named(runs, flags, named):
     last = runs.run("bad", *flags.split(), code=1).strip().splitlines()[-1]
     assert last.startswith("train.py: ") and named in last
     assert "Traceback" not in runs.log("bad") and not list((runs.folder / "bad").glob("*"))

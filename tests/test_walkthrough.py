@@ -1,8 +1,8 @@
 """
-docs/walkthrough.md shows what tools/walkthrough.py prints, and every drawing that it names.
+docs/walkthrough.md and its drawings show what tools/walkthrough.py prints.
 
 python -m pytest tests/test_walkthrough.py -v
-python tests/test_walkthrough.py                 runs the script and writes what it prints into the page
+python tests/test_walkthrough.py                 runs the script and updates the page
 """
 import contextlib
 import io
@@ -23,7 +23,7 @@ DRAWINGS = re.findall(r"!\[.*?\]\((.*?)\)", PAGE.read_text(encoding="utf-8"))
 
 
 def run(source):
-    """-> what the script prints in each section, by its title."""
+    """Runs the script. -> section title -> what it prints"""
     modes = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     try:
         with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -36,14 +36,14 @@ def run(source):
 
 
 def shown(page):
-    """-> what the page shows in each section that has a block of output, by its title."""
+    """-> section title -> its output block, for sections that have one"""
     return {title: BLOCK.search(body)[1].strip("\n") for title, body in SECTION.findall(page) if BLOCK.search(body)}
 
 
 def differences(printed, expected):
-    """-> pairs of lines that differ by more than rounding: another machine may add in another order.
+    """-> pairs of lines that differ by more than rounding: machines may add in different orders.
 
-    Text and whole numbers must be equal, decimals up to one unit of their last digit, percentages up to 0.1.
+    Text and integers must be equal, decimals within one unit of their last digit, percentages within 0.1.
     """
     def same(a, b):
         if NUMBER.sub("#", a) != NUMBER.sub("#", b):
@@ -62,16 +62,16 @@ def differences(printed, expected):
     return [(x, y) for x, y in zip(a, b) if not same(x, y)]
 
 
-def test_the_page_shows_what_the_script_prints():
+def test_page_shows_script_output():
     sections, page = run(SCRIPT.read_text(encoding="utf-8")), shown(PAGE.read_text(encoding="utf-8"))
     assert list(page) == list(sections)
     for title in sections:
         assert not differences(sections[title], page[title]), \
-            f"{title}: `python tests/test_walkthrough.py` writes what the script prints into the page"
+            f"{title}: `python tests/test_walkthrough.py` updates the page"
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_the_figures_in_a_drawing_are_those_of_the_page(name):
+def test_drawing_numbers_appear_on_page(name):
     page = "\n".join(shown(PAGE.read_text(encoding="utf-8")).values())
     drawn = "\n".join(ET.parse(PAGE.parent / name).getroot().itertext())
     assert not [number for number in re.findall(r"\b\d\.\d{4,5}\b", drawn) if number not in page]

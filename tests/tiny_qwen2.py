@@ -1,11 +1,10 @@
 """
-Qwen2 and Qwen3 in plain float64, one sequence at a time, and tiny random checkpoints, for the tests of model, lora and
-sampler.
+Reference Qwen2 and Qwen3 in float64, one sequence at a time, and tiny random checkpoints.
 
-Weights follow from a seed by integers and one division, so that every version of torch makes the same bits:
+Weights are computed from a seed with integers and one division, so every version of torch gives the same bits:
 make_reference.py and the tests build the same checkpoint, and only its logits are stored.
 
-This file imports nothing of the project.
+This file imports nothing from the project.
 """
 import json
 import math
@@ -13,10 +12,10 @@ import math
 import torch
 from safetensors.torch import save_file
 
-# D, F, layers, H, KV, V, tied. K is a multiple of 64 but not always of 128 in the first two, of 16 only in the third.
+# D, F, layers, H, KV, V, tied. The K of all linears is a multiple of 64 in the first two, of only 16 in the third.
 SHAPES = {"tied": (64, 192, 2, 4, 2, 101, True), "untied": (128, 192, 2, 4, 1, 101, False),
           "ragged": (80, 176, 3, 5, 5, 77, False)}
-# Qwen3: the same and head_dim. H x d is wider than D in the first, narrower in the second.
+# Qwen3 adds head_dim. H x d is larger than D in the first, smaller in the second.
 QWEN3_SHAPES = {"qwen3-tied": (64, 192, 2, 4, 2, 101, True, 32), "qwen3-untied": (128, 192, 3, 4, 1, 101, False, 16)}
 SHAPES |= QWEN3_SHAPES
 TARGETS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -41,7 +40,7 @@ def head_size(raw):
 
 
 def shapes_of(raw):
-    """Hugging Face name -> shape of every tensor of the checkpoint."""
+    """Hugging Face name -> shape, for every tensor of the checkpoint."""
     D, F, V = raw["hidden_size"], raw["intermediate_size"], raw["vocab_size"]
     q, kv = (head_size(raw) * raw[key] for key in ("num_attention_heads", "num_key_value_heads"))
     sizes = dict(zip(TARGETS, ((q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F))))
@@ -57,7 +56,7 @@ def shapes_of(raw):
 
 
 def noise(shape, generator, std):
-    """Sum of four uniform integers, nearly normal, scaled to `std`."""
+    """Roughly normal numbers: sums of four uniform integers, scaled to `std`."""
     return torch.randint(-128, 128, (4, *shape), generator=generator).sum(0).float() / 148.0 * std
 
 
@@ -77,7 +76,7 @@ def random_tensors(raw, seed=0):
 
 
 def random_adapter(raw, rank, seed=0):
-    """PEFT's tensor names -> fp32 A and B (both nonzero)."""
+    """PEFT's tensor names -> fp32 A and B, both nonzero."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in sorted(shapes_of(raw).items()):
         module = "base_model.model." + name.removesuffix(".weight")
@@ -88,7 +87,7 @@ def random_adapter(raw, rank, seed=0):
 
 
 def merged(tensors, adapter, scale):
-    """The checkpoint with the adapter worked in, float64: W + scale * B @ A."""
+    """The checkpoint merged with the adapter, in float64: W + scale * B @ A."""
     out = {name: t.double() for name, t in tensors.items()}
     for name, t in adapter.items():
         module = name.removeprefix("base_model.model.")
@@ -99,7 +98,7 @@ def merged(tensors, adapter, scale):
 
 
 def write_folder(folder, raw, tensors, files=1):
-    """config.json and the tensors in one safetensors file, or spread over several with their index."""
+    """Writes config.json and the tensors, in one safetensors file or in several with an index. -> folder"""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     if files == 1:
@@ -113,7 +112,7 @@ def write_folder(folder, raw, tensors, files=1):
 
 
 def plain_logits(raw, tensors, tokens):
-    """tokens (T,) of one sequence -> logits (T, V) float64. Rotary pairs are complex numbers, turned by e^(i angle)."""
+    """tokens (T,) of one sequence -> logits (T, V) float64. Rotary pairs are complex numbers times e^(i angle)."""
     w = {name: t.double() for name, t in tensors.items()}
     T, H, KV = len(tokens), raw["num_attention_heads"], raw["num_key_value_heads"]
     d = head_size(raw)
@@ -151,7 +150,7 @@ def plain_logits(raw, tensors, tokens):
 
 
 def set_adapter(model, tensors):
-    """Copy random_adapter's tensors into the model's Adapter, through the views that the linears compute with."""
+    """Copies random_adapter's tensors into the model's Adapter, through the linears' views."""
     prefix = "base_model.model."
     for linear in model.adapter.linears:
         start = 0
@@ -164,7 +163,7 @@ def set_adapter(model, tensors):
 
 
 def held_by(model):
-    """Hugging Face name -> tensor of what a model holds: its frozen linears decoded to fp32, without the adapter."""
+    """Hugging Face name -> a model's tensor, without the adapter. Frozen linears are decoded to fp32."""
     tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.final_norm.weight.data}
     for i, layer in enumerate(model.layers):
         for name, norm in zip(NORMS, (layer.input_norm, layer.post_norm)):
