@@ -4,13 +4,24 @@ Unsupported hardware is rejected with a one-line error.
 python -m pytest tests/test_device.py -v
 """
 import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import attention
+import ops
 from files import UserError
+from harness import setup
 from harness.setup import choose_device, configure_cpu, load_kernels
+from sampler import TorchEngine
+
+ROOT = Path(__file__).parent.parent
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares kernels with plain torch on a GPU")
 
 
 @pytest.mark.parametrize("name", ["abacus", "cuda:9", "cpu:1", "meta", "mps", "", None])
@@ -41,6 +52,33 @@ def test_amd_gpu_is_rejected(fake_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(UserError, match="^--device cuda: .*AMD"):
         load_kernels(torch.device("cuda"))
+
+
+def test_plain_kernels_need_no_triton(monkeypatch):
+    registered = {}
+    monkeypatch.setattr(setup, "ON_GPU", registered)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    load_kernels(torch.device("cuda"), "torch")
+    assert registered["swiglu"] is ops.swiglu.reference
+    assert registered["attend_spans"] is attention.attend_spans.reference
+    assert registered["GraphEngine"] is TorchEngine
+    assert choose_device("cpu", ".", "torch") == torch.device("cpu")
+    with pytest.raises(UserError, match="^--kernels portable: "):
+        choose_device("cpu", ".", "portable")
+
+
+@needs_gpu
+def test_plain_kernels_train_like_the_others(tmp_path):
+    """The bundled model's first steps differ by rounding alone."""
+    logs = []
+    for kernels in ("torch", "portable"):
+        out = tmp_path / kernels
+        subprocess.run([sys.executable, ROOT / "train.py", "--device", "cuda", "--kernels", kernels, "--steps", "3",
+                        "--memory-gib", "9", "--eval-problems", "32", "--calibrate", "0", "--out", out], check=True)
+        logs.append([json.loads(line) for line in open(out / "metrics.jsonl")])
+    for plain, fast in zip(*logs, strict=True):
+        assert plain["rollout_logp_diff"] < 0.02 and fast["rollout_logp_diff"] < 0.02
+        assert plain["reward"] == pytest.approx(fast["reward"], abs=0.05)
 
 
 def test_cpu_gradient_accumulation_is_deterministic():

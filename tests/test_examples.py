@@ -47,8 +47,9 @@ def test_calculator_turns_match_one_forward_and_mask_tool_output():
     prompts = [tokenizer.chat(f"Tom has {n} boxes with 8 cards each and sells 4. How many cards are left?")
                + tokenizer.encode("Step by step: ") for n in (6, 7)]
     sampling = Sampling(40, tokenizer.end_ids, 1.0, seed=3)
+    problems = [Problem("", "", "", prompt) for prompt in prompts]
     turns = calculator.Turns(tokenizer)
-    rollouts = turns(sampler, prompts, 4, sampling, [5, 6])
+    rollouts = turns(sampler, problems, 4, sampling, [5, 6])
     rows = rollouts.rows
     assert [row.prompt for row in rows] == [prompt for prompt in prompts for _ in range(4)]
     for row in rows:
@@ -70,7 +71,7 @@ def test_calculator_turns_match_one_forward_and_mask_tool_output():
     mask = torch.cat([row.mask for row in rows])
     torch.testing.assert_close(torch.cat([row.logprobs for row in rows])[mask], whole[mask], rtol=0, atol=5e-5)
     # The second problem samples the same answers without the first.
-    alone = turns(sampler, prompts[1:], 4, sampling, [6]).rows
+    alone = turns(sampler, problems[1:], 4, sampling, [6]).rows
     assert [row.completion for row in alone] == [row.completion for row in rows[4:]]
 
 
@@ -82,5 +83,5 @@ def test_call_without_room_for_its_result_is_truncated():
         def generate(self, *_):
             return Rollouts([call])
 
-    row, = calculator.Turns(tokenizer)(Once(), [[1]], 1, Sampling(6, tokenizer.end_ids), [0]).rows
+    row, = calculator.Turns(tokenizer)(Once(), [Problem("", "", "", [1])], 1, Sampling(6, tokenizer.end_ids), [0]).rows
     assert (row.completion, row.finished) == (tokenizer.encode("7*9="), False)
