@@ -55,7 +55,7 @@ DTYPE, MATMUL = next(iter(SETTINGS.values()))
 in_one_setting = pytest.mark.parametrize("gen", [next(iter(SETTINGS))], indirect=True)
 
 ROWS = 4                                                             # rows per program of an elementwise kernel
-HEADS_EPS = 5.0                                                      # for heads' norms: as large as a head's mean square
+HEADS_EPS = 5.0                                                     # for heads' norms: as large as a head's mean square
 
 
 @pytest.fixture(params=SETTINGS)
@@ -196,13 +196,13 @@ STEP = ("embed_kernel", "heads_kernel", "attention_kernel", "residual_kernel", "
         "pick_kernel", "dequantize_kernel")
 OF_HEADS = "heads_kernel", "attention_kernel"
 FINISHING = "heads_kernel", "residual_kernel", "swiglu_kernel"       # they finish a linear, so they depend on the rank
-# A full step takes 7 s on each of the first three targets, a few of its kernels 2 s. test_portable_kernel.py covers more
-# row counts. TEST_ALL_TARGETS=1 compiles every combination.
+# A full step, as in the first three, takes 7 s; a few of its kernels take 2 s. test_portable_kernel.py covers more row
+# counts. TEST_ALL_TARGETS=1 compiles every combination.
 TARGETS = [Target(90, "hopper", 64, SMALL), Target(86, "portable", 64, SMALL), Target(120, "portable", 1, SMALL),
            Target(86, "portable", 256, HEADS_7B, names=OF_HEADS),
            Target(90, "hopper", 64, QWEN3["4b"], names=OF_HEADS),
            *(Target(sm, "portable", 64, SMALL, rank, FINISHING) for sm, rank in ((86, 8), (86, 256), (90, 512)))]
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}       # KiB per program, from CUDA's table of capabilities
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}      # KiB per program, from CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
     steps = [*itertools.product(SHARED, ["portable"], (1, 16, 64), [SMALL]),
              *itertools.product(SHARED, ["portable"], (1, 64, 256), (HEADS_05B, HEADS_7B, HEADS_14B)),
@@ -212,9 +212,9 @@ if os.environ.get("TEST_ALL_TARGETS"):
     TARGETS = [*itertools.starmap(Target, steps), *(Target(sm, "portable", n, SMALL, rank, FINISHING)
                                                     for sm, rank, n in ranks if rank < 512 or SHARED[sm] > 99)]
 # Bytes that a kernel may spill on an sm (0 if not listed), all outside of its inner loop. embed_kernel keeps 2 / pi
-# there, for sines of large angles. Attention spills with heads of 128 at few rows on two of them, and at 256 rows where 8
-# siblings share a program, as in Qwen3-0.6B (on sm_120 in its loop, and only with Triton's line numbers). The product
-# spills at 64 rows.
+# there, for sines of large angles. Attention spills with heads of 128: at few rows on two of the GPUs, and at 256 rows
+# where 8 siblings share a program, as in Qwen3-0.6B (on sm_120 in its loop, and only with Triton's line numbers). The
+# product spills at 64 rows.
 STACK = {(name, sm): stack for name, stack in (("embed_kernel", 32), ("attention_kernel", 8)) for sm in SHARED}
 STACK |= {("attention_kernel", 120): 40, ("portable_kernel", 100): 40}
 # The same for swiglu_kernel, by (sm, rank): x @ A.T of its rows takes most of the registers.
@@ -270,7 +270,7 @@ def close(got, want, ulps=1.0):
 
 
 @runs_kernels
-@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 1, 1, 0), (5, 13, 2, 32), (9, 3, 4, 8)])      # 1 to 9 blocks of rows
+@pytest.mark.parametrize("M,k_tiles,stripe,R", [(1, 1, 1, 0), (5, 13, 2, 32), (9, 3, 4, 8)])     # 1 to 9 blocks of rows
 @pytest.mark.parametrize("ROWS", [1, 4])                             # sums slabs side by side, or one after the other
 def test_residual_kernel_matches_float64(M, k_tiles, stripe, R, ROWS, gen):
     D, T = 256, marlin_fp4.TILE_SIDE
@@ -353,7 +353,7 @@ def test_heads_kernel_matches_float64(H, KV, d, family, ROWS, gen):
     ((14, 2, 64), (1, True, 4, 16)), ((7, 1, 64), (2, True, 8, 16)), ((7, 1, 64), (8, False, 4, 32))])
 def test_attention_kernel_matches_float64(heads, plan, gen):
     (H, KV, d), (splits, together, W, T) = heads, plan
-    far, B = 1000 if GPU else 240, 32                                  # 2 * far tokens take 4 of the programs, + 47 take 5
+    far, B = 1000 if GPU else 240, 32                               # 2 * far tokens take 4 of the programs, + 47 take 5
     prefix = [0, 0, 31, 32, 32, 100, far, far, far, 5]
     pos = [0, 63, 31, 32, 164, 164, 2 * far + 47, far, far + 200, 2 * far]
     most = decode.QUERY_TILE // (H // KV)                                 # 2 or 3
@@ -440,7 +440,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
 
 
 def random_rows(n, width, gen):
-    pos = torch.randint(0, 250, (n,), generator=gen, device=DEVICE)
+    pos = torch.randint(0, 250 if GPU else 160, (n,), generator=gen, device=DEVICE)
     return DecodeBatch(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
                 prefix=(torch.rand(n, generator=gen, device=DEVICE) * (pos + 1)).long(), limit=pos + 100,
                 siblings=torch.ones_like(pos),
@@ -556,8 +556,8 @@ def test_large_rank_takes_narrow_programs(gen, monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="looks at launches")
 def test_groups_are_cut_to_the_siblings_of_their_graph(monkeypatch):
-    """A row beyond its program's siblings would never be computed. With 8 key-value heads a program takes 1 row in graphs
-    of up to 32 rows, 2 in those of 48 and 64, 4 in those of 96 and 128, 8 in those of 192 to 256.
+    """A row beyond its program's siblings would never be computed. With 8 key-value heads a program takes 1 row in
+    graphs of up to 32 rows, 2 in those of 48 and 64, 4 in those of 96 and 128, 8 in those of 192 to 256.
     """
     plans = []
 
@@ -617,8 +617,8 @@ def test_row_bits_do_not_depend_on_neighbours(gen):
 @gpu
 @pytest.mark.parametrize("n", [8, 16, 32, 64, 96, 128, 256])
 def test_7b_sized_steps_repeat_bit_for_bit(n, gen):
-    """Overwriting tensor-core operands in flight shows only on a loaded multiprocessor, as runs that differ: each matmul
-    can be right alone while full 7B steps at 64 rows give NaN (docs/kernels.md).
+    """Overwriting tensor-core operands in flight shows only on a loaded multiprocessor, as runs that differ: each
+    matmul can be right alone while full 7B steps at 64 rows give NaN (docs/kernels.md).
     """
     model, engine, width = small_engine("nvfp4", gen, max_rows=n, size=(3584, 18944, 4, 28, 4, 2432))
     rows = random_rows(n, width, gen)
@@ -692,8 +692,8 @@ def test_greedy_completions_match_full_forwards(P, G, qwen3_head, gen):
         prompt, completion, logprobs = row.prompt, row.completion, row.logprobs
         tokens, token = (torch.tensor(t, device=DEVICE) for t in ([prompt + completion], completion))
         exact, want = (model(tokens)[0, len(prompt) - 1:-1, :2311].log_softmax(-1) for _ in in_fp32_and_16_bits(model))
-        # As above, but 7 standard deviations, for the maximum over 160 rows of up to 50 tokens. Either of two best tokens
-        # that close may be drawn; by induction over the tokens this is what a loop of full forwards generates.
+        # As above, but 7 standard deviations, for the maximum over 160 rows of up to 50 tokens. Either of two best
+        # tokens that close may be drawn; by induction over the tokens this is what a loop of full forwards generates.
         tolerance = 7 * 2**0.5 * (want - exact).square().mean().sqrt()
         best, drawn = want.max(-1).values, want.gather(1, token[:, None])[:, 0]
         assert (drawn >= best - tolerance).all() and (logprobs.cuda() - drawn).abs().max() < tolerance < 0.3
@@ -726,8 +726,8 @@ def test_adapter_and_norm_updates_need_no_new_capture(gen):
 
 @gpu
 def test_graphs_share_one_cublas_workspace():
-    # A workspace takes 32 MiB on Hopper, in a segment of its own. With one each, eight more graphs would reserve 480 MiB
-    # more; all they need here is eight matrices of half a MiB.
+    # A workspace takes 32 MiB on Hopper, in a segment of its own. With one each, eight more graphs would reserve
+    # 480 MiB more; all they need here is eight matrices of half a MiB.
     x = torch.randn(512, 512, device=DEVICE, dtype=torch.bfloat16)
     store, reserved = decode.GraphStore(), []
     for keys in (1, 9):
@@ -813,7 +813,7 @@ def two_draws_kernel(chunks_ptr, masses_ptr, targets_ptr, at_ptr, rest_ptr, N: t
 @in_one_setting
 def test_inverse_cdf_draws_no_place_without_mass(gen):
     # Each target is the sum of the first k chunks, so whether chunk k - 1 reaches it depends on the rounding of a scan,
-    # and the rest of the target on the rounding of another sum. Each chunk begins with places of mass 0, as after top-k.
+    # and the rest of the target on the rounding of another sum. Chunks begin with places of mass 0, as after top-k.
     rows, N = 400 if GPU else 60, 64
     chunks = torch.rand(rows, N, generator=gen, device=DEVICE)
     masses = torch.rand(rows, N, generator=gen, device=DEVICE)

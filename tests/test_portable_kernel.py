@@ -59,8 +59,8 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
 @pytest.mark.parametrize("sm,M,N,K,R", [(86, 1, 128, 128, 0), (86, 5, 300, 272, 6), (90, 33, 384, 640, 48),
                                          (86, 70, 130, 400, 70), (90, 70, 130, 400, 70)])
 def test_product_matches_float64(sm, M, N, K, R, monkeypatch):
-    """numpy has no bf16, so x and the decoded weights are bf16 numbers in fp32. The cases cover ragged rows, columns and
-    K, several pieces per band, two tiles of A, and two tiles of x.
+    """numpy has no bf16, so x and the decoded weights are bf16 numbers in fp32. The cases cover ragged rows, columns
+    and K, several pieces per band, two tiles of A, and two tiles of x.
     """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
     monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # which is no constexpr here
