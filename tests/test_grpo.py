@@ -89,8 +89,9 @@ class Toy:
 
 # -- advantages ---------------------------------------------------------------------------------------------------
 
-# For each --advantage-scale the advantages of rewards (1, 0, NaN, 1, 0), by hand, without the shaping (-1, 0, 5, 0, -1).
-# The mean reward is 1/2 and each squared difference 1/4, so the variance is 1 / (n - 1) = 1/3. The mean shaping is -1/2.
+# For each --advantage-scale the advantages of rewards (1, 0, NaN, 1, 0) by hand, without the shaping (-1, 0, 5, 0, -1).
+# The mean reward is 1/2 and each squared difference 1/4, so the variance is 1 / (n - 1) = 1/3. Shaping has a mean of
+# -1/2.
 BY_HAND = {"group": [x / (3**-0.5 + 1e-4) for x in (.5, -.5, 0, .5, -.5)], "none": [.5, -.5, 0, .5, -.5]}
 
 
