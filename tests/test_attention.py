@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import Layout, PackedAttention, attend_spans, attend_spans_backward, lay_out, merge, spans_of
+from attention import Layout, PackedAttention, attend_spans, attend_spans_backward, lay_out, spans_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
 
@@ -125,26 +125,6 @@ def test_span_sees_only_its_own_keys(q_lengths, k_lengths, causal):
         got = attend_spans_backward(upstream, q, k, v, out, lse, s)
     for a, b in zip((out, lse, *got), (want, want_lse, *gradients)):
         assert a.shape == b.shape and (a - b).abs().max() < 1e-12
-
-
-def test_merged_softmaxes_match_one_over_all_keys():
-    torch.manual_seed(0)
-    T, S, H, KV, d = 5, 9, 4, 2, 8
-    q, k, v = (torch.randn(n, h, d, dtype=torch.float64, requires_grad=True) for n, h in ((T, H), (S, KV), (S, KV)))
-    upstream = torch.randn(T, H, d, dtype=torch.float64)
-    want, want_lse = plain(q, 5 * k, v, torch.ones(T, S, dtype=torch.bool))     # peaked, so the two parts differ widely
-    gradients = torch.autograd.grad(want, (q, k, v), upstream)
-    first, second = spans_of([T], [3], False, "cpu"), spans_of([T], [S - 3], False, "cpu")
-    with torch.no_grad():
-        keys = 5 * k
-        out, lse = attend_spans(q, keys[:3], v[:3], first)
-        merge(out, lse, *attend_spans(q, keys[3:], v[3:], second))
-        assert (out - want).abs().max() < 1e-12 and (lse - want_lse).abs().max() < 1e-12
-        parts = [attend_spans_backward(upstream, q, keys[rows], v[rows], out, lse, s)
-                 for rows, s in ((slice(0, 3), first), (slice(3, S), second))]
-    dq, dk, dv = parts[0][0] + parts[1][0], *(torch.cat(pair) for pair in zip(parts[0][1:], parts[1][1:]))
-    for a, b in zip((dq, 5 * dk, dv), gradients):
-        assert (a - b).abs().max() < 1e-12
 
 
 def test_bf16_inputs_are_summed_in_fp32():

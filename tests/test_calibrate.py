@@ -124,16 +124,6 @@ def test_cuda_graph_gives_the_same_codes(N, K, monkeypatch):
     assert all(same_bytes(a, b) for a, b in zip(got[:2], gptq(w, hessian, scale)))
 
 
-def test_gptq_packs_codes_like_nvfp4():
-    w, hessian = linear(4, 32)
-    packed, block_scale, global_scale = gptq(w, hessian, nvfp4.global_scale_for(w))
-    assert packed.shape == (4, 16) and packed.dtype == torch.uint8
-    assert block_scale.shape == (4, 2) and block_scale.dtype == torch.float8_e4m3fn
-    alone = gptq(w, torch.eye(32), global_scale)           # without correlations this is just the search
-    want = nvfp4.quantize(w, global_scale)
-    assert same_bytes(alone[1], want[1]) and torch.equal(decoded(alone), decoded(want))
-
-
 def test_output_error_is_the_squared_error_of_outputs():
     x = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     w, _ = linear(4, 32)

@@ -182,14 +182,6 @@ def test_weights_without_rows_are_zero_not_nan(loss):
     assert token_weights(torch.zeros(2, 3, dtype=torch.bool), LOSSES[loss], 10).tolist() == [[0] * 3] * 2
 
 
-def test_new_loss_is_one_row_of_the_table():
-    # Each token weighs one over the square root of its row's length. No function asks for a loss by name.
-    own = grpo.Loss(lambda rows, tokens, lengths, limit: lengths.sqrt())
-    got = token_weights(torch.arange(9) < torch.tensor([[4], [9]]), own, 10)
-    assert got.tolist() == [pytest.approx([1 / 2] * 4 + [0] * 5), pytest.approx([1 / 3] * 9)]
-    assert (own.clip_low, own.clip_high, own.correction, own.kl_beta) == (0.2, 0.28, "truncate", 0.0)
-
-
 # -- the loss -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ratio,advantage,want", [

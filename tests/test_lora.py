@@ -190,19 +190,6 @@ def test_bf16_gradients_are_off_by_their_roundings(kind, std):
 # -----------------------------------------------------------------------------
 # Files
 
-def test_adapter_survives_its_folder_bit_for_bit(tiny, tmp_path):
-    case = tiny["untied"]
-    model, _ = adapted(case, base="nvfp4")
-    save_adapter(model, tmp_path / "adapter")
-    again = load(case.folder, base="nvfp4", device="cpu")
-    load_adapter(again, tmp_path / "adapter")
-    assert torch.equal(again.adapter.master, model.adapter.master)
-    tokens = tokens_of(case, 2, 13)
-    with torch.no_grad():
-        assert torch.equal(again(tokens), model(tokens))
-    assert {p.name for p in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-
-
 def test_rank_0_and_wrong_shapes_are_refused(tiny):
     with pytest.raises(AssertionError, match="rank must be at least 1, got 0"):
         attach(load(tiny["tied"].folder, base="bf16", device="cpu"), rank=0)

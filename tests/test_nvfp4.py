@@ -311,16 +311,6 @@ def test_freeze_shares_one_power_of_two_between_parts():
     assert same_bytes(block_scale, torch.cat([t[1] for t in alone]))
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4", "nf4"])
-def test_freeze_quantizes_parts_as_rows_of_one_matrix(base):
-    # Blocks run along K, and rows share no scale in these formats.
-    parts = [w.bfloat16() for w in some_parts()]
-    weight = freeze(parts, base, torch.bfloat16)
-    for start, w in ((0, parts[0]), (40, parts[1]), (64, parts[2])):
-        for got, want in zip(weight.tensors, FORMATS[base].quantize(w)):
-            assert same_bytes(got[start:start + len(w)].contiguous(), want)
-
-
 @pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4.5)])
 def test_nbytes_of_each_format(base, bits):
     rows = 4 * 73 if base == "nvfp4" else 0                               # one tensor scale per row

@@ -382,6 +382,19 @@ class HashEngine(TorchEngine):
         return tokens, tokens.float(), torch.from_numpy(made)
 
 
+class RecordingEngine(HashEngine):
+    """Records the lengths and tokens of every prefill."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.prefills, self.prefilled = [], []
+
+    def prefill(self, tokens, blocks, lengths):
+        self.prefills.append(lengths)
+        self.prefilled += tokens.tolist()
+        super().prefill(tokens, blocks, lengths)
+
+
 class AuditedSampler(Sampler):
     """Checks before every window that each kv_block is either free or owned by exactly one prefix or row."""
     preempted = waited = 0                                                # waited: windows with a prefix without rows
@@ -542,16 +555,10 @@ def test_nonfinite_logprob_of_a_counted_token_stops(step, stops):
 
 def test_long_prefills_are_split_into_batches(monkeypatch):
     monkeypatch.setattr(sampler_py, "PREFILL_TOKENS", 70)
-    sizes = []
-
-    class Recording(HashEngine):
-        def prefill(self, tokens, blocks, lengths):
-            sizes.append(lengths)
-            super().prefill(tokens, blocks, lengths)
-
+    sampler = Sampler(HashModel(), 120, engine=RecordingEngine)
     prompts = [[3] * n for n in (31, 41, 1, 91, 11)]                      # prefixes of 30, 40, 0, 90 and 10 tokens
-    generate(Sampler(HashModel(), 120, engine=Recording), prompts, 2, 3)
-    assert sizes == [[30, 40], [90], [10]]
+    generate(sampler, prompts, 2, 3)
+    assert sampler.engine.prefills == [[30, 40], [90], [10]]
 
 
 def test_window_ends_with_its_last_row():
@@ -561,35 +568,20 @@ def test_window_ends_with_its_last_row():
 
 
 def test_row_waits_until_live_rows_can_grow():
-    sizes = []
-
-    class Recording(HashEngine):
-        def prefill(self, tokens, blocks, lengths):
-            sizes.append(lengths)
-            super().prefill(tokens, blocks, lengths)
-
     # Five kv_blocks. Each of the three rows takes one for its prefix of 32 tokens and one for its own 20 tokens.
-    sampler = Sampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=Recording)
+    sampler = Sampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=RecordingEngine)
     rollouts = generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
-    assert sizes == [[32, 32], [32]] and rollouts.preempted == 0
+    assert sampler.engine.prefills == [[32, 32], [32]] and rollouts.preempted == 0
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 4, 6, 12, 64])
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_prefix_is_prefilled_once_for_any_max_rows(max_rows, ahead):
-    tokens = []
-
-    class Recording(HashEngine):
-        prefill_ahead = ahead
-
-        def prefill(self, new, blocks, lengths):
-            tokens.extend(new.tolist())
-            super().prefill(new, blocks, lengths)
-
-    sampler = AuditedSampler(HashModel(), 200, max_rows, engine=Recording)
+    sampler = AuditedSampler(HashModel(), 200, max_rows, engine=RecordingEngine)
+    sampler.engine.prefill_ahead = ahead
     prompts = [[3 + n] * 41 for n in range(8)]                            # prefixes of 40 tokens
     rollouts = sampler.generate(prompts, 8, Sampling([1 + n % 20 for n in range(64)]))
-    assert sorted(tokens) == [3 + n for n in range(8) for _ in range(40)] and rollouts.preempted == 0
+    assert sorted(sampler.engine.prefilled) == [3 + n for n in range(8) for _ in range(40)] and rollouts.preempted == 0
 
 
 def test_preempted_row_takes_the_blocks_of_a_waiting_prefix():
