@@ -215,12 +215,6 @@ def test_correction_bounds_a_tokens_weight(correction, want):
             assert sums["rollout_is_max"] == pytest.approx(gap)                # the metric is not truncated
 
 
-def test_ppo_clips_around_the_rollout():
-    for ratio, gap, advantage, want in ((1, 1.29, 1, 0), (1, 1.29, -1, 1.29), (2, 0.6, 1, -1.2), (1, 0.79, -1, 0),
-                                    (1, 5, -1, 5)):
-        assert one_token(ratio, advantage, gap, correction="ppo")[1] == pytest.approx(want)
-
-
 def test_ratio_beyond_fp32_stays_finite():
     for ratio in (1e-40, 1e40):                                             # fp32's exp overflows at 3e38
         for correction, gap in itertools.product(grpo.CORRECTIONS, (1e-38, 1e38)):

@@ -258,28 +258,6 @@ def test_row_from_another_rank_stops_the_pass(tiny):
 # -----------------------------------------------------------------------------
 # The step
 
-def test_step_is_adamw_on_the_clipped_gradient(tiny):
-    learner, _, batch, weights = some_step(tiny, max_grad_norm=0.01)
-    learner.optimizer = AdamW(learner.adapter, 0.3)                       # even if a fork changes Learner.OPTIMIZER
-    adapter = learner.adapter
-    master = adapter.master.data.double().clone()
-    m, v = torch.zeros_like(master), torch.zeros_like(master)
-    for t, lr in ((1, 1e-3), (2, 3e-4), (3, 0.0)):
-        update = learner.update(batch, weights, lr)
-        assert update.grad_norm > 0.01                                    # taken before clipping, which does bind
-        raw = gradient_at(master, learner, batch, weights)
-        gradient = raw * (0.01 / (raw.norm() + 1e-6))
-        master *= 1 - lr * 0.3
-        m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-10
-        v = 0.99 * v + 0.01 * gradient.square()
-        assert learner.tensors()["exp_avg"].norm().item() == pytest.approx(m.norm().item(), rel=1e-5)
-        master -= lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
-        # Where a gradient is about 1e-8 of the largest, its sign is rounding, which moves a number by at most lr.
-        assert (adapter.master.data - master).abs().max() < 1e-3 * max(lr, 1e-9) + 2e-7
-        master = adapter.master.data.double().clone()
-        assert torch.equal(adapter.working, working_of(adapter))
-
-
 def test_clip_adds_1e_6_to_the_norm_like_torch(tiny):
     learner, _, batch, weights = some_step(tiny, max_grad_norm=1e-6)
     norm = learner.update(batch, weights, lr=0.0).grad_norm
@@ -344,29 +322,6 @@ def test_optimizer_can_be_replaced(tiny):
     assert torch.equal(adapter.master.data, before - 0.5 * adapter.master.grad)
     assert learner.tensors().keys() == {"master", "step"}
     assert Other.state_bytes(100, torch.bfloat16) == 1000       # 4 + 4 + 2 bytes each
-
-
-def gradient_at(master, learner, *step):
-    """The unclipped float64 gradient at parameters `master`; leaves the adapter as it was."""
-    adapter = learner.adapter
-    after = adapter.master.data.clone()
-    adapter.master.data.copy_(master)
-    adapter.sync()
-    adapter.master.grad.zero_()
-    learner.accumulate_gradient(*step, 0, 1)
-    gradient = adapter.master.grad.double()
-    adapter.master.data.copy_(after)
-    adapter.sync()
-    return gradient
-
-
-def working_of(adapter):
-    """The working copies by hand: A unchanged, B times alpha / rank."""
-    working = torch.zeros_like(adapter.working)
-    for mine, its, scale in zip(adapter.unflatten(working), adapter.unflatten(adapter.master.data), (1, ALPHA / RANK)):
-        for copy, view in zip(mine, its):
-            copy.copy_(view * scale)
-    return working
 
 
 def test_no_step_without_advantage_or_weight(tiny):

@@ -130,7 +130,7 @@ def test_tensor_scale_is_the_smallest_unsaturated_power_of_two(amax, scale):
     assert abs(dequantize(packed, block_scale, global_scale)[1, 5].item() + amax) <= amax / 16
 
 
-def test_shared_tensor_scale_is_the_largest_and_harms_no_part():
+def test_shared_tensor_scale_harms_no_part():
     torch.manual_seed(0)
     q, k, v = torch.randn(64, 64) * 3, torch.randn(16, 64) * 0.1, torch.randn(16, 64) * 0.02
     shared = global_scale_for(q, k, v)
@@ -228,7 +228,7 @@ def test_importance_weighs_the_search():
 
 
 @pytest.mark.parametrize("amax", [1.0, 1.9, 2688.0])
-def test_blocks_below_2_to_the_minus_18_of_the_largest_weight_become_zeros(amax):
+def test_relatively_tiny_blocks_become_zeros(amax):
     w = torch.zeros(3, 16)
     w[0, 0], w[1], w[2, 0] = amax, amax * 2**-19, amax * 2**-17
     packed, block_scale, global_scale = quantize(w)

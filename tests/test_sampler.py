@@ -474,17 +474,6 @@ def test_random_requests_match_a_plain_loop():
     assert told == preempted
 
 
-@pytest.mark.parametrize("max_length", [2, 32, 33])
-def test_smallest_pool_holds_any_one_sequence(max_length):
-    model = HashModel()
-    sampler = AuditedSampler(model, max_length, 4, minimal_gib(model, max_length), engine=HashEngine)
-    for length in range(1, max_length):
-        prompt = [2 + i % 7 for i in range(length)]
-        rollouts = generate(sampler, [prompt], 2, max_length - length, end_ids=ENDS)
-        for g in range(2):
-            assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), max_length - length)
-
-
 def test_smallest_pool_takes_a_waiting_prefix_for_the_next_row():
     # Seven kv_blocks. The prefix of 96 tokens takes three. The second row is preempted with 64 tokens of its own and
     # comes back with a prefix of five, while the third row still waits for the first prefix.
