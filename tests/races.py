@@ -1,27 +1,29 @@
 """
-Finds loads that race with stores in the PTX of a Triton kernel, which no run on a GPU shows reliably.
+Finds loads that race with stores in a Triton kernel's PTX. Running the kernel does not show them reliably: comparing
+the bits of two runs may pass hundreds of times.
 
-Triton often lets several warps load the same element and one of them store it. If the program overwrites what it has
-read, a slow warp may load what a fast one has stored already. A barrier between the two, or one thread that does both,
-rules this out. A test that runs such a kernel twice and compares the bits may pass hundreds of times.
+Triton often lets several warps load the same element and one of them store it. If the program overwrites what it read,
+a slow warp may load what a fast one has already stored. A barrier between the two prevents that, or one thread that
+does both.
 """
 import re
 
 ACCESS = re.compile(r"(?:@(!?%p\d+) )?(ld|st)\.global\S* .*?\[ *(%\w+) *\+? *(-?\d+)? *\]")
-ADDRESS = re.compile(r"(?:@!?%p\d+ )?(?:cvta|add|sub|mov|mad)\.\S+ (%\w+), (.*)")    # what computes one from another
+ADDRESS = re.compile(r"(?:@!?%p\d+ )?(?:cvta|add|sub|mov|mad)\.\S+ (%\w+), (.*)")    # one address from another
 
 
 def races(ptx: str) -> list[str]:
-    """-> the pairs of a load and a store of one buffer, in either order, that no barrier parts, unless the same threads
-    do both at one place."""
+    """-> pairs of a load and a store of one buffer, in either order, with no barrier between them. Pairs at one place
+    by the same threads do not count.
+    """
     pointers = set(re.findall(r"\.param \.u64 \.ptr .* (\w+)[,\n]", ptx))
-    buffers = {}                                 # register -> names of the pointers that its address comes from
+    buffers = {}                                 # register -> the pointers from which its address is computed
     since_barrier, found = [], []
     for line in ptx.splitlines():
         line = re.sub(r"\s+", " ", line.split("//")[0]).strip()
         if parameter := re.match(r"ld\.param\.\S+ (%\w+), \[(\w+)\]", line):
             buffers[parameter[1]] = {parameter[2]} & pointers
-        elif re.match(r"(@!?%p\d+ )?bar(rier)?\.(?!warp)", line):       # bar.warp.sync makes one warp wait, not all
+        elif re.match(r"(@!?%p\d+ )?bar(rier)?\.(?!warp)", line):       # bar.warp.sync holds one warp only
             since_barrier = []
         elif access := ACCESS.match(line):
             predicate, kind, register, offset = access.groups()

@@ -1,6 +1,6 @@
 """
-Packing: which token stands where. Attention to a shared prompt and its backward against float64 autograd through whole
-sequences. What the kernels make of it on a GPU is compared here as well; the kernels one by one in test_kernels.py.
+Packing: where each token goes. Attention to a shared prompt and its backward, on a GPU too, against float64 autograd
+through complete sequences. test_kernels.py tests the kernels one by one.
 
 python -m pytest tests/test_attention.py -v
 """
@@ -11,30 +11,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import Layout, PackedAttention, attend_spans, attend_spans_backward, lay_out, merge, spans_of
+from attention import Layout, PackedAttention, attend_spans, attend_spans_backward, lay_out, spans_of
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="attention by FlashAttention")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention needs a GPU")
 
 
 # -----------------------------------------------------------------------------
-# Which token stands where
+# Where each token goes
 
-def test_positions_restart_with_every_packed_sequence():
-    assert PackedAttention([3, 1, 2], "cpu").positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert PackedAttention([3, 1], "cpu", [[2, 0, 1], []]).positions.tolist() == [0, 1, 2, 0, 3, 4, 3]
-
-
-def test_rows_are_laid_out_as_worked_out_by_hand():
-    # The example of lay_out's docstring.
+def test_lay_out_by_hand():
+    # The example in lay_out's docstring.
     assert lay_out([[1, 2, 7, 8], [1, 2, 5]], [2, 2]) == Layout([1, 2, 7], [2], [[1, 0]], [1, 2, 1])
-    # Two rows after prompt 1 2, one after 5, two of one token after 7 8: only the first prompt has suffixes.
+    # Two rows after prompt 1 2, one after 5, two of one token after 7 8. Only the first prompt has suffixes.
     rows = [[1, 2, 3, 4], [5, 6, 9], [1, 2, 6], [1, 2, 3, 4], [7, 8, 1], [7, 8, 2]]
     assert lay_out([rows[0], rows[2], *rows[1:2], *rows[4:]], [2, 2, 1, 2, 2]) == Layout(
         [1, 2, 5, 6, 7, 8, 3], [2, 2, 2], [[1, 0], [0], [0, 0]], [1, 6, 1, 2, 3, 5, 5])
 
 
-def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
-    # 500 mixes of groups of one row up, completions of one token up, equal prompts that do not follow each other.
+def test_lay_out_gives_each_token_its_context():
+    # 500 random mixes, with groups of a single row, completions of a single token, and equal prompts apart.
     for seed in range(500):
         draw, rows, starts = random.Random(seed), [], []
         for _ in range(draw.randint(1, 4)):
@@ -43,7 +38,7 @@ def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
                 rows.append(prompt + draw.choices((1, 2), k=draw.choice((1, 1, 2, 4))))
                 starts.append(len(prompt))
         tokens, lengths, suffixes, predictors = astuple(lay_out(rows, starts))
-        left, seen = iter(tokens), []                                     # seen: what each place attends to
+        left, seen = iter(tokens), []                                     # seen: the tokens that each place attends to
         prefixes = [[next(left) for _ in range(n)] for n in lengths]
         tails = [(prefix, [next(left) for _ in range(n)]) for prefix, b in zip(prefixes, suffixes) for n in b]
         for prefix, tail in [([], prefix) for prefix in prefixes] + tails:
@@ -53,19 +48,11 @@ def test_lay_out_gives_every_scored_token_what_its_row_has_before_it():
         assert [seen[p] for p in predictors] == [r[:t] for r, s in zip(rows, starts) for t in range(s, len(r))]
 
 
-def test_a_group_is_laid_out_with_its_prompt_once():
-    # 8 samples of 3 tokens after a prompt of 5: the prompt, then what each sample's last token does not predict.
-    rows = [[9] * 5 + [s, s, s] for s in range(8)]
-    layout = lay_out(rows, [5] * 8)
-    assert len(layout.tokens) == 5 + 8 * 2 and (layout.prefixes, layout.suffixes) == ([5], [[2] * 8])
-    assert layout.predictors == [place for s in range(8) for place in (4, 5 + 2 * s, 6 + 2 * s)]
-
-
 # -----------------------------------------------------------------------------
 # The softmax
 
 def whole_sequences(q, k, v, prompts, groups):
-    """Each prompt and each prompt + completion as a sequence of its own through PyTorch's attention: the reference."""
+    """The reference: PyTorch's attention on each prompt and on each prompt + completion, as separate sequences."""
     def one(at):
         rows = [t[at].transpose(0, 1) for t in (q, k, v)]
         return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(0, 1)
@@ -87,9 +74,9 @@ def whole_sequences(q, k, v, prompts, groups):
 @pytest.mark.parametrize("device,dtype,heads,d", [
     ("cpu", torch.float64, (4, 2), 16), pytest.param("cuda", torch.bfloat16, (28, 4), 128, marks=needs_gpu),
     pytest.param("cuda", torch.float16, (14, 2), 64, marks=needs_gpu)])
-def test_attention_of_completions_to_one_prompt_equals_whole_sequences(prompts, groups, device, dtype, heads, d):
+def test_shared_prompt_attention_matches_separate_sequences(prompts, groups, device, dtype, heads, d):
     torch.manual_seed(0)
-    scale = 1 if device == "cpu" else 40                                  # longer than a tile of the GPU's kernels
+    scale = 1 if device == "cpu" else 40                                  # longer than a tile of a GPU kernel
     prompts, groups = [p * scale for p in prompts], [[n * scale for n in g] for g in groups]
     T = sum(prompts) + sum(n for g in groups for n in g)
     attention = PackedAttention(prompts, device, groups)
@@ -100,7 +87,7 @@ def test_attention_of_completions_to_one_prompt_equals_whole_sequences(prompts, 
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = whole_sequences(*exact, prompts, groups)
     gradients = torch.autograd.grad(want, exact, upstream.double())
-    # bf16: 2^-9 for each rounding of q, k, v's products, of two outputs and of up to three parts of a gradient.
+    # bf16: 2^-9 per rounding, of the products of q, k and v, two outputs, and up to three parts of a gradient.
     bound = {torch.float64: 1e-12, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     for a, b in zip((out, *got), (want, *gradients)):
         assert (a - b).norm() < bound * b.norm()
@@ -111,7 +98,7 @@ def test_attention_of_completions_to_one_prompt_equals_whole_sequences(prompts, 
 
 
 def plain(q, k, v, allowed):
-    """Attention of q (T, H, d) to keys and values (S, KV, d) where allowed (T, S), and its log-sum-exp (H, T)."""
+    """Attention of q (T, H, d) to k and v (S, KV, d) where allowed (T, S) -> output, log-sum-exp (H, T)."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~allowed, -torch.inf)
@@ -125,7 +112,7 @@ def allowed_by(q_lengths, k_lengths, causal):
 
 @pytest.mark.parametrize("q_lengths,k_lengths,causal", [((1,), (1,), True), ((3, 1, 7), (3, 1, 7), True),
                                                         ((4, 9), (2, 5), False), ((1, 1), (6, 1), False)])
-def test_each_span_sees_its_own_keys_alone(q_lengths, k_lengths, causal):
+def test_span_sees_only_its_own_keys(q_lengths, k_lengths, causal):
     torch.manual_seed(0)
     T, S, H, KV, d = sum(q_lengths), sum(k_lengths), 4, 2, 8
     q, k, v = (torch.randn(n, h, d, dtype=torch.float64, requires_grad=True) for n, h in ((T, H), (S, KV), (S, KV)))
@@ -140,31 +127,11 @@ def test_each_span_sees_its_own_keys_alone(q_lengths, k_lengths, causal):
         assert a.shape == b.shape and (a - b).abs().max() < 1e-12
 
 
-def test_two_softmaxes_merge_into_that_of_all_keys_and_share_out_its_gradient():
-    torch.manual_seed(0)
-    T, S, H, KV, d = 5, 9, 4, 2, 8
-    q, k, v = (torch.randn(n, h, d, dtype=torch.float64, requires_grad=True) for n, h in ((T, H), (S, KV), (S, KV)))
-    upstream = torch.randn(T, H, d, dtype=torch.float64)
-    want, want_lse = plain(q, 5 * k, v, torch.ones(T, S, dtype=torch.bool))      # peaked: the two parts differ much
-    gradients = torch.autograd.grad(want, (q, k, v), upstream)
-    first, second = spans_of([T], [3], False, "cpu"), spans_of([T], [S - 3], False, "cpu")
-    with torch.no_grad():
-        keys = 5 * k
-        out, lse = attend_spans(q, keys[:3], v[:3], first)
-        merge(out, lse, *attend_spans(q, keys[3:], v[3:], second))
-        assert (out - want).abs().max() < 1e-12 and (lse - want_lse).abs().max() < 1e-12
-        parts = [attend_spans_backward(upstream, q, keys[rows], v[rows], out, lse, s)
-                 for rows, s in ((slice(0, 3), first), (slice(3, S), second))]
-    dq, dk, dv = parts[0][0] + parts[1][0], *(torch.cat(pair) for pair in zip(parts[0][1:], parts[1][1:]))
-    for a, b in zip((dq, 5 * dk, dv), gradients):
-        assert (a - b).abs().max() < 1e-12
-
-
-def test_sixteen_bit_inputs_are_summed_in_float32():
+def test_bf16_inputs_are_summed_in_fp32():
     torch.manual_seed(0)
     q, k, v = (torch.randn(300, h, 16).bfloat16() for h in (4, 2, 2))
     out, lse = attend_spans(q, k, v, spans_of([300], [300], True, "cpu"))
     want, want_lse = plain(*(t.double() for t in (q, k, v)), torch.ones(300, 300, dtype=torch.bool).tril())
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    assert ((out - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()             # one rounding of the result
+    assert ((out - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()             # the result is rounded once
     assert (lse - want_lse).abs().max() < 1e-5

@@ -1,7 +1,7 @@
 """
-hopper_fp4: what the compiler makes of hopper_kernel for an H200, checked without one; its tuned configs on a GPU.
+hopper_fp4: what the compiler makes of hopper_kernel, checked without a GPU; its tuned configs on one.
 
-Its products are tested beside the portable kernel's in test_marlin_fp4.py, whole steps in test_decode.py.
+test_marlin_fp4.py tests its products next to the portable kernel's, test_decode.py complete steps.
 
 python -m pytest tests/test_hopper_fp4.py -v
 """
@@ -25,14 +25,13 @@ from marlin_fp4 import pack
 
 @hopper
 @pytest.mark.parametrize("M,N,K", TUNED_CONFIGS)
-def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
+def test_tuned_linears_match_cublas(M, N, K):
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
     weight = pack(codes, torch.rand(N, K // 16, device="cuda").to(torch.float8_e4m3fn), torch.tensor(2.0**-12))
-    # A kernel that is launched early (pdl) may read W and a before the kernel in front of it ends, but not x, so x is
-    # made last.
+    # With pdl the kernel may read W and a, but not x, before the preceding kernel ends. So x is made last.
     a, x = torch.randn(64, K, device="cuda").bfloat16(), torch.randn(M - 1, K, device="cuda").bfloat16()
     y, xa = total(hopper_matmul(x, weight, a, pdl=True), N, 64)
-    for got, w in ((y, weight.dequantize()), (xa, a)):               # both sum in fp32: 2 sqrt(K) 2^-24 is 2e-5
+    for got, w in ((y, weight.dequantize()), (xa, a)):               # fp32 sums: 2 sqrt(K) 2^-24 is 2e-5
         want = cublas(x, w)
         assert (got - want).norm() < 2e-5 * want.norm()
 
@@ -41,7 +40,7 @@ def test_every_tuned_linear_is_the_product_of_cublas(M, N, K):
 # What the compiler makes of hopper_kernel
 
 def compiled_for_hopper(config):
-    """-> (ptxas's remarks, instructions [(address, text)]) of hopper_kernel with an adapter and dependent launch."""
+    """Compiles hopper_kernel with an adapter and PDL -> ptxas's remarks, instructions [(address, text)]."""
     wide, narrow, flat = ROWS_256B.value, ROWS_64B.value, FLAT.value
     types = {"x_desc": f"tensordesc<bf16[{config.BM}, 128],{wide!r}>", "slabs_ptr": "*fp32",
              "codes_desc": f"tensordesc<i16[128, 32],{narrow!r}>", "scales_desc": f"tensordesc<i32[1, 256],{flat!r}>",
@@ -57,7 +56,7 @@ def compiled_for_hopper(config):
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         ptx.write_text(kernel.asm["ptx"])
-        # The one that Triton itself takes: another may be too old for the version of this PTX.
+        # Triton's own ptxas: another may be too old for this version of PTX.
         done = subprocess.run([knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", ptx, "-o", cubin], capture_output=True,
                               text=True)
         remarks = done.stdout + done.stderr
@@ -69,7 +68,7 @@ def compiled_for_hopper(config):
 
 
 def written_while_read(instructions):
-    """Instructions that write a register which a wgmma group that may not be done yet reads its A operand from."""
+    """The instructions that write a register from which an unfinished wgmma group may still read its A operand."""
     at = {address: i for i, (address, _) in enumerate(instructions)}
     found, todo, seen = [], [(0, ())], set()
     while todo:
@@ -80,7 +79,7 @@ def written_while_read(instructions):
             address, text = instructions[i]
             if a := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
                 reading |= set(range(int(a[1]), int(a[1]) + 4))
-                if "gsb0" in text:                                   # the group ends here
+                if "gsb0" in text:                                   # ends the group
                     groups, reading = groups + (frozenset(reading),), set()
             elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
                 groups = groups[len(groups) - min(int(wait[1]), len(groups)):]
@@ -94,17 +93,17 @@ def written_while_read(instructions):
     return found
 
 
-def test_a_write_to_an_operand_in_flight_is_found_also_around_a_loop():
+def test_written_while_read_follows_a_loop():
     loop = ["MOV R8, R1", "HGMMA.64x8x16 R24, R8, gdesc[UR4], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "BRA 0x0"]
     assert written_while_read(list(enumerate(loop))) == [("0x0", "MOV R8, R1")]
     loop[2] = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
     assert written_while_read(list(enumerate(loop))) == []
 
 
-# 2 s each. With TEST_ALL_TARGETS=1 the tuned ones too, which differ by how far they load ahead; a GPU runs them above.
+# 2 s each. TEST_ALL_TARGETS=1 adds the tuned configs, which differ in how far they load ahead; on a GPU they run above.
 @pytest.mark.parametrize("config", sorted({*HOPPER_CONFIGS.values(), *(
     TUNED_CONFIGS.values() if os.environ.get("TEST_ALL_TARGETS") else ())}))
-def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_cores_still_read(config):
+def test_compiled_kernel_leaves_operands_in_flight_alone(config):
     remarks, instructions = compiled_for_hopper(config)
     assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized
     products = [i for i, (_, text) in enumerate(instructions) if re.match(r"HGMMA\S* R\d+, R\d+, gdesc", text)]
@@ -112,15 +111,15 @@ def test_the_compiled_kernel_neither_serializes_nor_touches_what_the_tensor_core
     assert not any(text.startswith(("STL", "LDL")) for text in loop)                     # registers spilled
     assert sum(text.startswith("HGMMA") for _, text in instructions) == 24        # 4 planes x 2 x 2, and A's 8
     assert written_while_read(instructions) == []
-    if config.BM <= 64:                                              # a sum on its way out: waits, fences and barriers
-        steps = {"STS": "s", "FENCE": "f", "BAR": "b", "UTMASTG": "c", "DEPBAR": "w"}    # c: the copy, w: for the last
+    if config.BM <= 64:                                              # how a sum leaves: store, fence, barrier, copy
+        steps = {"STS": "s", "FENCE": "f", "BAR": "b", "UTMASTG": "c", "DEPBAR": "w"}    # w waits for the last copy
         order = "".join(steps.get(text.split(".")[0].split(" ")[0], "") for _, text in instructions)
         assert re.search("w+b+s+f+b+c+w", order) and "sc" not in order and "ws" not in order, order
-    # One thread gives a slot back: only after a barrier of all four warps, and that only after the last read of the
-    # slot. Three times: a tile of W, two halves of A.
+    # One thread frees a slot, only after a barrier of all four warps, which comes only after the last read of the slot.
+    # There are three: a tile of W and two halves of A.
     steps = {"LDS": "r", "LDSM": "r", "HGMMA": "r", "BAR": "b", "SYNCS.ARRIVE.TRANS64.A1T0": "a"}
     names = ["w" if text == "WARPGROUP.DEPBAR.LE gsb0, 0x0" else
              steps.get(text.split()[0], steps.get(text.split(".")[0].split()[0], "")) for _, text in instructions]
     assert re.findall("(..)a", "".join(names)) == ["wb"] * 3
     never = [(address, re.sub(r"gsb0, 0x\d$", "gsb0, 0x7", text)) for address, text in instructions]
-    assert written_while_read(never)                                 # without the waits there would be a race
+    assert written_while_read(never)                                 # without the waits it would be a race

@@ -1,8 +1,8 @@
 """
-The learner's kernels against the plain torch that they stand for: kernels.NAME and its .reference.
+The learner's kernels against the plain torch that they replace: kernels.NAME and the function's .reference.
 
-On a GPU everything runs. Without one, what Triton's interpreter can run does (conftest.py). The kernels of the decode
-step are tested in test_decode.py.
+On a GPU everything runs; without one, Triton's interpreter runs what it can (conftest.py). test_decode.py tests the
+decode step's kernels.
 
 python -m pytest tests/test_kernels.py -v
 """
@@ -43,9 +43,9 @@ def there(*tensors):
     return [t.to(DEVICE, copy=True) for t in tensors]
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU they run themselves")
-def test_the_kernels_pass_in_tritons_interpreter():
-    """In a process of its own: Triton chooses between GPU and interpreter when it is imported."""
+@pytest.mark.skipif(GPU or INTERPRETED, reason="with a GPU they run directly")
+def test_kernels_pass_in_tritons_interpreter():
+    """In a process of its own, because Triton chooses between GPU and interpreter when it is imported."""
     least = {"test_decode.py": 38, "test_kernels.py": 19, "test_portable_kernel.py": 9}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-rpfE", "-k", "not compile",
                *(str(Path(__file__).with_name(name)) for name in least)]
@@ -56,11 +56,11 @@ def test_the_kernels_pass_in_tritons_interpreter():
         assert len(re.findall(rf"^PASSED .*{name}::", done.stdout, re.M)) >= count, name
 
 
-@pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile them")
+@pytest.mark.skipif(GPU or INTERPRETED, reason="with a GPU the other tests compile them")
 @pytest.mark.parametrize("sm,dtype,heads", [
     (80, torch.bfloat16, (28, 128)), (86, torch.float16, (4, 16)), (90, torch.bfloat16, (28, 128)),
     (120, torch.bfloat16, (28, 128))])
-def test_every_kernel_of_the_learner_compiles_without_races(sm, dtype, heads, monkeypatch):
+def test_learner_kernels_compile_without_races(sm, dtype, heads, monkeypatch):
     compiled, launch = {}, triton.runtime.jit.JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **options):
@@ -82,14 +82,14 @@ def test_every_kernel_of_the_learner_compiles_without_races(sm, dtype, heads, mo
         assert shared <= test_decode.SHARED[sm] * 1024 and stack == 0
         assert not races(kernel.asm["ptx"])
     unguarded = [line for line in compiled["merge_kernel"].asm["ptx"].splitlines() if "bar.sync" not in line]
-    assert races("\n".join(unguarded))                              # which finds them, if the barrier goes
+    assert races("\n".join(unguarded))                              # without its barrier it has one
 
 
 # -----------------------------------------------------------------------------
 # The MLP
 
 @runs_kernels
-@pytest.mark.parametrize("M,width", [(1, 16), (5, 1000), (3, 4864)])      # under, between, beyond whole blocks
+@pytest.mark.parametrize("M,width", [(1, 16), (5, 1000), (3, 4864)])      # less than a block, about one, several
 def test_swiglu_equals_plain_torch(M, width):
     y, rstd = 2 * torch.randn(M, 2 * width), torch.rand(M, 1) + 0.5
     want = torch.empty(M, width)
@@ -100,7 +100,7 @@ def test_swiglu_equals_plain_torch(M, width):
         assert rounded.dtype == dtype and torch.equal(rounded.cpu(), kept.to(dtype))
         assert (wide[:, width:] == 7).all()
         error = (wide[:, :width].cpu().float() - want).abs()
-        # The GPU's exp is good to 2^-22 relative, and results reach 100; then one rounding.
+        # The GPU's exp is within 2^-22 relative, on results of up to 100. One rounding follows.
         assert (error <= 1e-4 + (dtype != torch.float32) * 2.0**-8 * want.abs()).all()
     alone = torch.empty(M, width, device=DEVICE)
     assert kernels.swiglu(*there(y, rstd), alone, keep=False) is None
@@ -131,7 +131,7 @@ def test_scores_equal_plain_torch(c, V, live):
     for dtype in (None, *HALVES):
         got, got_ahead = kernels.softmax_at(*there(products, scale, targets), live, dtype)
         want, ahead = ops.softmax_at.reference(products.clone(), scale, targets, live, dtype)
-        assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # logits of 50: 2^-23 of that, times a few
+        assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # a few times 2^-23 of logits of up to 50
         assert (got_ahead is None) == (ahead is None) == (dtype is None)
         if dtype:
             error = (got_ahead.cpu().float() - ahead.float()).abs().max()
@@ -152,8 +152,8 @@ def test_merge_equals_plain_torch(H, d):
     assert (got.cpu() - out).abs().max() < 1e-5 and (got_lse.cpu() - lse).abs().max() < 1e-5
 
 
-# Relative: 8 roundings, which are 2^-9 each in bf16 and 2^-12 in fp16. They fall on the products of q, k and v, on two
-# outputs and on up to three parts of a gradient.
+# Relative: 8 roundings of 2^-9 each in bf16, of 2^-12 in fp16: the products of q, k and v, two outputs, and up to three
+# parts of a gradient.
 BOUND = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
@@ -177,12 +177,12 @@ def test_attend_and_its_backward_equal_plain_torch(dtype, H, KV, d, q_lengths, k
 
 
 # -----------------------------------------------------------------------------
-# Formats, and elementwise work
+# Formats and elementwise work
 
 @runs_kernels
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
-@pytest.mark.parametrize("N,K", [(1, 64), (5, 192), (2, 8320)])          # the last: three programs a row
-def test_decode_equals_plain_torch_bit_for_bit(base, N, K):
+@pytest.mark.parametrize("N,K", [(1, 64), (5, 192), (2, 8320)])          # the last has three programs per row
+def test_dequantize_codes_equals_plain_torch(base, N, K):
     packed, scale = nvfp4.FORMATS[base].quantize(torch.randn(N, K))
     levels = nvfp4.NF4 if base == "nf4" else nvfp4.E2M1_SIGNED
     scale = scale if base == "nf4" else scale.view(torch.float8_e8m0fnu).float()
@@ -192,7 +192,7 @@ def test_decode_equals_plain_torch_bit_for_bit(base, N, K):
         wide = torch.zeros(N, K + 8, device=DEVICE, dtype=dtype)
         kernels.dequantize_codes(*there(packed, scale), levels, dtype, wide[:, :K])
         assert torch.equal(wide[:, :K].cpu(), want) and not wide[:, K:].any()
-        single = torch.empty(N, K, device=DEVICE)                        # a merge's: rounded to dtype all the same
+        single = torch.empty(N, K, device=DEVICE)                        # as for a merge: still rounded to dtype
         kernels.dequantize_codes(*there(packed, scale), levels, dtype, single)
         assert torch.equal(single.cpu(), want.float())
 
@@ -201,7 +201,7 @@ def half_plus(x, y, scale):
     return x * scale + y
 
 
-def test_elementwise_work_is_compiled_only_where_a_gradient_is_wanted(monkeypatch):
+def test_elementwise_compiles_only_for_gradients(monkeypatch):
     monkeypatch.setattr(kernels, "compiled", lambda function: lambda *args: "compiled")
     x = torch.ones(3, 4)
     assert kernels.elementwise(half_plus, x, x, 0.5) == "compiled"
@@ -210,7 +210,7 @@ def test_elementwise_work_is_compiled_only_where_a_gradient_is_wanted(monkeypatc
 
 
 @gpu
-def test_compiled_work_equals_plain_torch_for_any_number_of_tokens():
+def test_compiled_elementwise_equals_plain_torch():
     for n in (2, 300, 17):
         x, y = torch.randn(2, n, 64, device="cuda", requires_grad=True)
         got, want = kernels.elementwise(half_plus, x, y, 0.5), half_plus(x, y, 0.5)
@@ -220,7 +220,7 @@ def test_compiled_work_equals_plain_torch_for_any_number_of_tokens():
 
 @gpu
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_compiled_heads_and_their_gradients_are_those_of_the_plain_function(family):
+def test_compiled_heads_and_gradients_equal_plain_torch(family):
     H, KV, d, gains, bias = 4, 2, 128, None, None
     if family == "qwen2":
         bias = torch.randn((H + 2 * KV) * d, device=DEVICE)
@@ -237,8 +237,8 @@ def test_compiled_heads_and_their_gradients_are_those_of_the_plain_function(fami
             results.append([*heads, *torch.autograd.grad(total, leaves)])
         for got, want in zip(*results):              # fp32 sums of up to 1,024 terms, in another order
             assert (got - want).abs().max() < 1e-5 * want.abs().max()
-        # Were the function to round between two operations, the compiler might leave that out, and half of the numbers
-        # would differ. The last rounding falls otherwise where fp32 is off by 1e-6 beside a tie: one in a thousand.
+        # If the function rounded between two operations, the compiler might drop that rounding, and half of the numbers
+        # would differ. The last rounding flips only where an fp32 error of 1e-6 is next to a tie: one in a thousand.
         heads = [function(model.split_qkv, *leaves, bias, gains, 1e-6, angle.cos(), angle.sin(), KV, torch.bfloat16)
                  for function in (ops.elementwise, ops.elementwise.reference)]
         assert all((got != want).float().mean() < 0.01 for got, want in zip(*heads))

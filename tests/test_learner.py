@@ -1,7 +1,6 @@
 """
-The learner's gradient against float64 autograd of the textbook losses on the whole batch, its step against AdamW worked
-out by hand and torch's own; how rows are cut into micro-batches and dealt to ranks; which updates are skipped; what a
-resumed run needs.
+The learner: its gradient against float64 autograd of the textbook losses on the complete batch, its step against AdamW
+by hand and torch's own, skipped updates, resuming, and how rows are packed into micro-batches and dealt to ranks.
 
 python -m pytest tests/test_learner.py -v
 """
@@ -18,11 +17,11 @@ from learner import AdamW, Batch, Learner, micro_batches, share_of_rank
 from sampler import Rollouts, Row
 
 RANK, ALPHA, TEMPERATURE, LIMIT = 4, 6, 0.9, 20
-ANY_NORM = 1e9                                                            # --max-grad-norm that never clips
+ANY_NORM = 1e9                                                            # a --max-grad-norm that never clips
 
 
 def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
-    """Ragged rows of the untied model, with log-probs that differ from the model's by about `noise`."""
+    """Ragged random rows whose log-probs differ from the model's by about `noise`."""
     g = torch.Generator().manual_seed(seed)
     prompts, completions, logprobs = [], [], []
     for _ in range(groups):
@@ -39,25 +38,25 @@ def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
 
 def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
               shape="untied", **changes):
-    """A learner, its adapter's tensors by PEFT's names, a Batch and weights (B, L), where row 5 is not in the loss."""
+    """-> a learner, its adapter's tensors by PEFT's names, a Batch, weights (B, L) that leave out row 5."""
     model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
     rollouts = some_rollouts(model, noise)
-    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group teaches nothing
+    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group has no advantage
     batch = Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group"))
     weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
     return learner, tensors, batch, weights
 
 
 def plain_gradient(case, tensors, batch, name, loss):
-    """The textbook objectives, row by row through a plain float64 model.
+    """The textbook objectives, row by row through a plain float64 model; row 5 is left out.
 
-    Returns the gradient of A and B by PEFT's names, the loss, and every ratio policy / old. The divisors
-    are worked out here anew: grpo takes the mean over a row's tokens, then over rows; dapo that over all tokens;
-    dr_grpo divides by rows x limit; gspo is grpo with one ratio for each row. Row 5 is left out of everything.
+    -> the gradients of A and B by PEFT's names, the loss, every ratio policy / old. The divisors do not come from grpo:
+    grpo takes the mean over a row's tokens, then over rows; dapo takes it over all tokens; dr_grpo divides by rows x
+    limit; gspo is grpo with one ratio per row.
 
-    name: the loss's in grpo.LOSSES. A new one fails here with its name until `divisor` has an entry for it (and the
-    objective a branch, if its formula is another).
+    name: of the loss in grpo.LOSSES. A new loss fails here until `divisor` has an entry for it, and the objective a
+    branch if its formula differs.
     """
     rows, advantages = batch.rows, batch.advantages
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
@@ -94,7 +93,7 @@ def plain_gradient(case, tensors, batch, name, loss):
 
 
 def difference(adapter, want):
-    """|gradient - want| / |want| over all tensors. The model's last norm belongs to no layer and is in neither."""
+    """|gradient - want| / |want| over all of the adapter's tensors."""
     got = dict(adapter.peft_tensors(adapter.master.grad))
     assert got.keys() == want.keys()
     off = sum((got[name].double() - want[name]).square().sum() for name in want)
@@ -104,23 +103,23 @@ def difference(adapter, want):
 # -----------------------------------------------------------------------------
 # The gradient
 
-# A clip that some of the rollout's noise crosses and some does not, for a loss whose own is much narrower.
+# A clip that some ratios of the noisy rollout leave and others do not, for a loss whose own is much narrower.
 CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
 
 
 @pytest.mark.parametrize("loss,changes,shape", [
     *((loss, CLIPS.get(loss, {}), "untied") for loss in grpo.LOSSES),
     ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
-def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss, changes, shape):
-    changes = changes | {"correction": "ppo"}                             # the rollout's noise makes the clip act
+def test_gradient_matches_float64_autograd(tiny, loss, changes, shape):
+    changes = changes | {"correction": "ppo"}                             # then the rollout's noise makes the clip bind
     learner, tensors, batch, weights = some_step(tiny, loss, shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)
     low, high = 1 - learner.loss.clip_low, 1 + learner.loss.clip_high
     assert ((ratios < low) | (ratios > high)).any(), f"no ratio leaves the clip of {loss}: add a narrower one to CLIPS"
     update = learner.update(batch, weights, lr=0.0)
     assert update.failure == "" and learner.skipped == 0
-    # Two layers of fp32 sums of up to 192 terms, log-probs of up to 12: as in test_model.py's finite differences.
-    assert difference(learner.adapter, want) < 1e-5, f"{loss}: if its formula is another, plain_gradient needs it too"
+    # Two layers of fp32 sums of up to 192 terms, and log-probs of up to 12.
+    assert difference(learner.adapter, want) < 1e-5, f"{loss}: if its formula differs, plain_gradient needs it too"
     norm = torch.cat([t.flatten() for t in want.values()]).norm().item()
     assert update.grad_norm == pytest.approx(norm, rel=1e-5)
     trained = [b for b in range(16) if b != 5 and (batch.advantages[b] != 0 or learner.loss.kl_beta)]
@@ -128,7 +127,7 @@ def test_the_gradient_is_that_of_float64_autograd_on_the_whole_batch(tiny, loss,
 
 
 def with_tool_tokens(rollouts):
-    """A tool wrote every third token of each row, the second one first, and row 2 whole. It has no log-probs."""
+    """The rollouts as if a tool had written tokens 1, 4, 7 .. of each row and all of row 2; their log-probs are NaN."""
     rows = []
     for b, row in enumerate(rollouts.rows):
         mask = (torch.arange(len(row.completion)) % 3 != 1) & (b != 2)
@@ -137,7 +136,7 @@ def with_tool_tokens(rollouts):
 
 
 @pytest.mark.parametrize("loss", grpo.LOSSES)
-def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(tiny, loss):
+def test_masked_tokens_are_context_only(tiny, loss):
     learner, tensors, batch, _ = some_step(tiny, loss, correction="ppo", kl_beta=0.3, **CLIPS.get(loss, {}))
     rollouts = with_tool_tokens(Rollouts(batch.rows))
     batch = Batch(rollouts.rows, batch.advantages)
@@ -151,7 +150,7 @@ def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(t
                                                 [len(row.prompt) for row in rollouts.rows], TEMPERATURE)
     sampled = torch.cat([row_mask[:len(row.completion)] for row, row_mask in zip(rollouts.rows, mask)])
     assert sums["entropy"] == pytest.approx(entropies[sampled].sum().item(), rel=1e-5)
-    # Another token of the tool changes what comes after it.
+    # A different tool token changes the gradient of the tokens after it.
     gradient = learner.adapter.master.grad.clone()
     row = next(b for b, c in enumerate(rollouts.completions) if len(c) > 4 and mask[b].any())
     completion = rollouts.rows[row].completion
@@ -161,11 +160,11 @@ def test_masked_tokens_are_conditioned_on_and_in_no_gradient_divisor_or_metric(t
 
 
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
-def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, changes):
-    # A first update trains the first two groups, a second one all rows. At a row's first pass ratio is 1, and its
-    # importance weight is learner / rollout. At its second pass ratio compares two passes of the learner, wherever the
-    # rollout is.
-    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # so that it binds
+def test_first_pass_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, changes):
+    # The first update trains the first two groups, the second one all rows. In a row's first pass the ratio is 1 and
+    # the importance weight is learner / rollout. In its second pass the ratio compares two passes of the learner,
+    # whatever the rollout was.
+    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # low enough to bind
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     rows, advantages = batch.rows, batch.advantages
     start = learner.adapter.master.data.clone()
@@ -188,13 +187,13 @@ def test_the_first_pass_over_a_row_is_the_old_policy_of_later_ones(tiny, monkeyp
     second = learner.update(batch, weights, lr=0.0)
     assert second.sums["clip_ratio_low"] + second.sums["clip_ratio_high"] > 0
     assert sorted(batch.old) == trained and all(torch.equal(batch.old[b], t) for b, t in kept.items())
-    batch.old |= {b: batch.rows[b].logprobs for b in range(16) if b not in trained}       # advantage or weight 0
+    batch.old |= {b: batch.rows[b].logprobs for b in range(16) if b not in trained}      # unused: advantage or weight 0
     want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
 
 
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
-def test_minibatches_share_the_old_policy_from_before_the_first(tiny, loss, changes):
+def test_minibatches_share_the_first_old_policy(tiny, loss, changes):
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     halves = [torch.where(half[:, None], weights, 0.0) for half in (torch.arange(16) < 8, torch.arange(16) >= 8)]
     learner.compute_old_logprobs(batch, halves)
@@ -211,47 +210,29 @@ def test_minibatches_share_the_old_policy_from_before_the_first(tiny, loss, chan
     second = learner.update(batch, halves[1], lr=0.0)
     assert second.sums["clip_ratio_low"] + second.sums["clip_ratio_high"] > 0
     assert all(torch.equal(batch.old[b], t) for b, t in kept.items())
-    # The same rows as one update of weights, in which those of the first half have no advantage.
+    # The same as one update on all rows in which the first half has no advantage.
     late = dataclasses.replace(batch, advantages=torch.where(torch.arange(16) >= 8, batch.advantages, 0.0))
     late.old |= {b: batch.rows[b].logprobs for b in range(16) if b not in trained}
     want, _, _ = plain_gradient(tiny["untied"], moved, late, loss, learner.loss)
     assert difference(learner.adapter, {name: want[name] for name in moved}) < 1e-5
 
 
-def test_the_sums_of_an_update_are_those_of_its_trained_tokens(tiny):
-    learner, tensors, batch, weights = some_step(tiny)
-    rows = batch.rows
-    sums = learner.update(batch, weights, lr=0.0).sums
-    w = merged(tiny["untied"].tensors, tensors, ALPHA / RANK)
-    gaps, entropy = [], 0.0
-    for b in [b for b in range(16) if b != 5 and batch.advantages[b] != 0]:
-        prompt, completion = rows[b].prompt, rows[b].completion
-        log_p = plain_logits(tiny["untied"].raw, w, prompt + completion)[len(prompt) - 1:-1] / TEMPERATURE
-        log_p = log_p.log_softmax(-1)
-        gaps.append(log_p[range(len(completion)), completion] - rows[b].logprobs)
-        entropy -= (log_p.exp() * log_p).sum()
-    d = torch.cat(gaps)
-    assert sums["rollout_logp_diff"] == pytest.approx(d.abs().sum().item(), rel=1e-4)
-    assert sums["rollout_is_max"] == pytest.approx(d.exp().max().item(), rel=1e-4)
-    assert sums["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("loss", ["dapo", "gspo"])         # of a token's ratio and of a row's
+@pytest.mark.parametrize("loss", ["dapo", "gspo"])         # a ratio per token, and one per row
 def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
     learner, _, *step = some_step(tiny, loss, base="nvfp4", clip_low=0.5, clip_high=0.5)
     gradients = []
-    for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a row of more tokens stands alone
+    for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a longer row gets a batch of its own
         learner.micro_batch_tokens, learner.kept_layers = tokens, kept
         learner.update(*step, lr=0.0)
         gradients.append(learner.adapter.master.grad.clone())
     assert gradients[0].norm() > 0 and torch.equal(gradients[0], gradients[1])
-    # fp32 sums over up to 300 tokens in another order, through log-probs whose rounding is in the ratio: 4e-6 was seen.
+    # fp32 sums over up to 300 tokens in another order, and ratios with the rounding of the log-probs: 4e-6 in practice.
     for gradient in gradients[2:]:
         assert (gradient - gradients[0]).norm() < 1e-5 * gradients[0].norm()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
+def test_gradients_of_ranks_add_up(tiny, ranks):
     learner, _, batch, weights = some_step(tiny)
     learner.accumulate_gradient(batch, weights, 0, 1)
     whole = learner.adapter.master.grad.clone()
@@ -262,55 +243,32 @@ def test_the_gradients_of_all_ranks_add_up_to_that_of_one(tiny, ranks):
         len(row.completion) for b, row in enumerate(batch.rows) if weights[b].any() and batch.advantages[b] != 0)
 
 
-def test_a_row_whose_first_pass_was_on_another_rank_stops_the_pass(tiny):
-    # Its old log-probs are not here, and the pass would silently take itself for the first.
+def test_row_from_another_rank_stops_the_pass(tiny):
+    # Without its old log-probs, this pass would silently count as the first.
     learner, _, batch, weights = some_step(tiny)
     learner.accumulate_gradient(batch, weights, 0, 2)
-    learner.accumulate_gradient(batch, weights, 0, 2)                     # dealt alike: all of its rows are found
+    learner.accumulate_gradient(batch, weights, 0, 2)                     # dealt the same way, so every row is found
     mine = set(batch.old)
     assert mine < batch.seen == {b for b in range(16) if weights[b].any() and batch.advantages[b] != 0}
     with pytest.raises(AssertionError, match="its old log-probs are on another rank"):
-        learner.accumulate_gradient(batch, weights, 1, 2)                 # as rank 1, without what rank 1 has kept
+        learner.accumulate_gradient(batch, weights, 1, 2)                 # as rank 1, but without its old log-probs
     assert set(batch.old) == mine
 
 
 # -----------------------------------------------------------------------------
 # The step
 
-def test_the_step_is_adamw_by_hand_on_the_clipped_gradient(tiny):
-    learner, _, batch, weights = some_step(tiny, max_grad_norm=0.01)
-    learner.optimizer = AdamW(learner.adapter, 0.3)       # whatever Learner.OPTIMIZER is
-    adapter = learner.adapter
-    master = adapter.master.data.double().clone()
-    m, v = torch.zeros_like(master), torch.zeros_like(master)
-    for t, lr in ((1, 1e-3), (2, 3e-4), (3, 0.0)):
-        update = learner.update(batch, weights, lr)
-        assert update.grad_norm > 0.01                                    # before clipping, and it does clip
-        raw = gradient_at(master, learner, batch, weights)
-        gradient = raw * (0.01 / (raw.norm() + 1e-6))
-        master *= 1 - lr * 0.3
-        m = 0.9 * m + 0.1 * gradient                                      # betas 0.9 and 0.99, eps 1e-10
-        v = 0.99 * v + 0.01 * gradient.square()
-        assert learner.tensors()["exp_avg"].norm().item() == pytest.approx(m.norm().item(), rel=1e-5)
-        master -= lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
-        # Where a gradient is about 1e-8 of the largest, its direction is rounding, which can move it by lr at most.
-        assert (adapter.master.data - master).abs().max() < 1e-3 * max(lr, 1e-9) + 2e-7
-        master = adapter.master.data.double().clone()
-        assert torch.equal(adapter.working, working_of(adapter))
-
-
-def test_the_clip_adds_1e_6_to_the_norm_as_torchs_does(tiny):
+def test_clip_adds_1e_6_to_the_norm_like_torch(tiny):
     learner, _, batch, weights = some_step(tiny, max_grad_norm=1e-6)
     norm = learner.update(batch, weights, lr=0.0).grad_norm
     learner.update(batch, weights * (4e-6 / norm), lr=0.0)
     assert learner.adapter.master.grad.norm().item() == pytest.approx(4 / 5 * 1e-6, rel=1e-3)
 
 
-def test_the_optimizer_is_torchs_adamw_and_the_formula():
-    # Two numbers never get a gradient.
+def test_optimizer_matches_torchs_adamw_and_the_formula():
     g = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(100, generator=g), 1e-3 * torch.randn(20, 100, generator=g)
-    gradients[:, :2] = 0
+    gradients[:, :2] = 0                                                  # two parameters never get a gradient
     mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     optimizer = AdamW(SimpleNamespace(master=mine), weight_decay=0.1)
     how = dict(lr=1.0, betas=AdamW.BETAS, eps=AdamW.EPS, weight_decay=0.1)
@@ -328,7 +286,7 @@ def test_the_optimizer_is_torchs_adamw_and_the_formula():
         plain.step()
         m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient.square()
         exact = exact * (1 - lr * 0.1) - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
-        # The class in float64 is the formula; in fp32, 20 steps round by some 2^-24 of a number around 3 each.
+        # torch's class in float64 is the formula. In fp32 each of 20 steps rounds a number of about 3 by some 2^-24.
         torch.testing.assert_close(plain.param_groups[0]["params"][0].data, exact, rtol=0, atol=1e-12)
         for fp32 in (mine, theirs):
             torch.testing.assert_close(fp32.data.double(), exact, rtol=0, atol=2e-6)
@@ -337,15 +295,15 @@ def test_the_optimizer_is_torchs_adamw_and_the_formula():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_state_bytes_is_what_training_an_adapter_holds(tiny, dtype):
+def test_state_bytes_counts_all_training_state(tiny, dtype):
     learner, *_ = some_step(tiny, dtype=dtype)
     adapter = learner.adapter
     held = [adapter.master.grad, adapter.working, *learner.tensors().values()]
     state = Learner.state_bytes(adapter.master.numel(), learner.model.dtype)
-    assert sum(t.nbytes for t in held if t.dim()) == state                # without the count of steps
+    assert sum(t.nbytes for t in held if t.dim()) == state                # all but the step count
 
 
-def test_another_optimizer_is_named_at_one_place(tiny):
+def test_optimizer_can_be_replaced(tiny):
     class Descent(AdamW):
         MOMENTS = ()
 
@@ -366,32 +324,9 @@ def test_another_optimizer_is_named_at_one_place(tiny):
     assert Other.state_bytes(100, torch.bfloat16) == 1000       # 4 + 4 + 2 bytes each
 
 
-def gradient_at(master, learner, *step):
-    """The raw gradient at other parameters, float64; leaves the adapter as it was."""
-    adapter = learner.adapter
-    after = adapter.master.data.clone()
-    adapter.master.data.copy_(master)
-    adapter.sync()
-    adapter.master.grad.zero_()
-    learner.accumulate_gradient(*step, 0, 1)
-    gradient = adapter.master.grad.double()
-    adapter.master.data.copy_(after)
-    adapter.sync()
-    return gradient
-
-
-def working_of(adapter):
-    """The working copies by hand: A as it is, B times alpha / rank."""
-    working = torch.zeros_like(adapter.working)
-    for mine, its, scale in zip(adapter.unflatten(working), adapter.unflatten(adapter.master.data), (1, ALPHA / RANK)):
-        for copy, view in zip(mine, its):
-            copy.copy_(view * scale)
-    return working
-
-
-def test_where_nothing_can_be_learned_there_is_no_step_and_no_momentum_acts(tiny):
+def test_no_step_without_advantage_or_weight(tiny):
     learner, _, batch, weights = some_step(tiny)
-    learner.update(batch, weights, lr=1e-3)                               # now there is momentum that could act
+    learner.update(batch, weights, lr=1e-3)                               # builds up momentum that could act
     before = {name: t.clone() for name, t in learner.tensors().items()}
     no_advantage = Batch(batch.rows, batch.advantages * 0)
     for b, w in ((no_advantage, weights), (batch, weights * 0)):
@@ -399,10 +334,10 @@ def test_where_nothing_can_be_learned_there_is_no_step_and_no_momentum_acts(tiny
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items()) and learner.skipped == 0
 
 
-def test_where_the_clip_holds_every_token_no_momentum_carries_the_adapter_on(tiny):
+def test_no_step_where_every_token_is_clipped(tiny):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)
-    for b, old in batch.old.items():            # as if the policy had gone far the way that it was sent
+    for b, old in batch.old.items():            # as if the policy had moved far in the direction of its advantages
         old -= 5 * batch.advantages[b].sign()
     before = {name: t.clone() for name, t in learner.tensors().items()}
     update = learner.update(batch, weights, lr=1e-3)
@@ -412,7 +347,7 @@ def test_where_the_clip_holds_every_token_no_momentum_carries_the_adapter_on(tin
 
 
 @pytest.mark.parametrize("where", ["rollout's log-prob", "advantage", "gradient"])
-def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_nothing(tiny, monkeypatch, where):
+def test_nonfinite_update_is_skipped_and_counted(tiny, monkeypatch, where):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)
     before = {name: t.clone() for name, t in learner.tensors().items()}
@@ -438,7 +373,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_skipped_counted_and_changes_no
 # -----------------------------------------------------------------------------
 # What a resumed run needs
 
-def test_a_restored_learner_goes_on_bit_for_bit(tiny):
+def test_restored_learner_continues_bit_for_bit(tiny):
     learner, _, *step = some_step(tiny, max_grad_norm=0.2)
     learner.update(*step, lr=1e-3)
     kept, counters = {name: t.clone() for name, t in learner.tensors().items()}, dict(learner.counters())
@@ -447,11 +382,11 @@ def test_a_restored_learner_goes_on_bit_for_bit(tiny):
 
     other, _, *step = some_step(tiny, max_grad_norm=0.2)
     addresses = {name: t.data_ptr() for name, t in other.tensors().items()}
-    other.update(*step, lr=0.5)                                           # somewhere else before
+    other.update(*step, lr=0.5)                                           # moves it somewhere else
     other.skipped = 5
     for name, t in other.tensors().items():
         t.copy_(kept[name])
-    other.restore(counters | {"step": 1, "cursor": 16})                   # a run's counters hold more than these
+    other.restore(counters | {"step": 1, "cursor": 16})                   # a run's counters have more entries
     assert other.counters() == counters
     other.update(*step, lr=1e-3)
     for name, t in other.tensors().items():
@@ -471,39 +406,35 @@ def dealt(prompts, completions, budget, ranks):
     return [[m.rows for m in share_of_rank(prompts, completions, budget, rank, ranks)] for rank in range(ranks)]
 
 
-def test_the_drawing_of_the_packings_is_right():
-    a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 6, 1)]
-    assert micro_batches([a, a, a, b], rows, 10) == [(10, [0, 1, 3]), (8, [2])]
-    assert dealt([a, a, a, b], rows, 10, ranks=1) == [[[0, 1, 3], [2]]]
-    # With two ranks the budget shrinks to 16 tokens / 8 + 1 = 3, below every row but the last: each stands alone.
-    assert dealt([a, a, a, b], rows, 10, ranks=2) == [[[2], [3]], [[0], [1]]]
-
-
 def test_micro_batches_by_hand():
-    # Two groups, of prompts a (2 tokens) and b (1); budget 8. Longest first: a's row of 9 alone, then 2 + 3 + 3 of a;
-    # b's 1 + 4 + 2 has no space beside it.
+    # The drawing in micro_batches' docstring.
+    a, b, drawn = [1, 2], [3], [[0] * n for n in (3, 3, 6, 1)]
+    assert micro_batches([a, a, a, b], drawn, 10) == [(10, [0, 1, 3]), (8, [2])]
+    # Two groups, with prompts a (2 tokens) and b (1), and a budget of 8. Longest first: a's row of 9 alone, then
+    # 2 + 3 + 3 of a, which leaves no room for b's 1 + 4 + 2.
     a, b, rows = [1, 2], [3], [[0] * n for n in (3, 3, 9, 4, 2)]
     assert packed([a, a, a, b, b], rows, 8) == [[2], [0, 1], [3, 4]]
     assert packed([a, a, a, b, b], rows, 17) == [[0, 1, 2], [3, 4]]
     assert packed([a, a, a, b, b], rows, 24) == [[0, 1, 2, 3, 4]]
     assert packed([a, a, b, a], rows[:4], 1) == [[2], [3], [0], [1]]
     assert packed([], [], 8) == []
-    # Two ranks: 21 tokens of completions, 3 of prompts, an eighth is 3, so every row for itself: 11, 5, 5, 5, 3 tokens.
+    # Two ranks: 21 tokens of completions and 3 of prompts, an eighth of which is 3, so each row gets a batch of its
+    # own: 11, 5, 5, 5 and 3 tokens.
     assert dealt([a, a, a, b, b], rows, 24, ranks=2) == [[[2], [4]], [[0], [1], [3]]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_share_a_step_without_overlap_and_nobody_has_much_more_than_another(ranks):
+def test_ranks_share_a_step_evenly(ranks):
     lengths = (50 + torch.empty(128).exponential_(1 / 250, generator=torch.Generator().manual_seed(0))).int().tolist()
     prompts, completions = [[b // 8] * 150 for b in range(128)], [[0] * n for n in lengths]
     shares = dealt(prompts, completions, 4096, ranks)
     assert sorted(b for share in shares for rows in share for b in rows) == list(range(128))
     loads = [sum(sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share)
              for share in shares]
-    assert sum(loads) / ranks > 0.95 * max(loads)                         # in turns: 0.75 to 0.98
+    assert sum(loads) / ranks > 0.95 * max(loads)                         # dealt in turn it would be 0.75 to 0.98
 
 
-def test_a_step_is_cut_alike_on_any_number_of_ranks_as_long_as_the_budget_is_the_same():
+def test_step_is_packed_alike_on_any_number_of_ranks():
     prompts, completions = [[b // 8] * 100 for b in range(64)], [[0] * 400] * 64      # 26,400 tokens
 
     def cuts(budget, ranks):
@@ -515,7 +446,7 @@ def test_a_step_is_cut_alike_on_any_number_of_ranks_as_long_as_the_budget_is_the
 
 
 @pytest.mark.parametrize("budget", [1, 50, 333, 10**6])
-def test_micro_batches_hold_every_row_once_within_the_budget(budget):
+def test_micro_batches_have_every_row_within_the_budget(budget):
     lengths = torch.randint(1, 200, (65,), generator=torch.Generator().manual_seed(budget)).tolist()
     prompts = [[b // 5] * (1 + b // 5) for b in range(60)]                # 12 prompts of 5 rows each
     completions = [[0] * n for n in lengths[:60]]

@@ -1,8 +1,8 @@
 """
-marlin_fp4: the packed layout by hand and bit by bit, every product against float64 on the weight it stands for.
+marlin_fp4: the packed layout by hand and bit by bit; every product, Hopper's included, against float64 with the decoded
+weight.
 
-The products run with Hopper's kernel too. What the compilers make of the kernels: test_portable_kernel.py and
-test_hopper_fp4.py.
+test_portable_kernel.py and test_hopper_fp4.py check what the compilers make of the kernels.
 
 python -m pytest tests/test_marlin_fp4.py -v
 """
@@ -22,14 +22,14 @@ hopper = pytest.mark.skipif(not (torch.cuda.is_available() and capability(torch.
 
 
 def portable_in_99_kib(*arguments, **options):
-    """As on a card whose programs have 99 KiB of shared memory."""
+    """portable_matmul as on a GPU with 99 KiB of shared memory per program."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marlin_fp4, "shared_memory_kib", lambda sm: 99)
         return portable_matmul(*arguments, **options)
 
 
 def portable_of_sm_80(*arguments, **options):
-    """As on an A100 or B200: by mma.sync, also where Hopper takes wgmma."""
+    """portable_matmul as on an A100 or B200: with mma.sync even where Hopper would use wgmma."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marlin_fp4, "capability", lambda device: (8, 0))
         return portable_matmul(*arguments, **options)
@@ -42,7 +42,7 @@ GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, 
 
 
 def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7):
-    """A weight of random codes and random E4M3 scales, of all that exist -> PackedWeight, its float64 value (N, K)."""
+    """Random codes under random nonnegative E4M3 scales -> PackedWeight, its float64 value (N, K)."""
     g = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=g)
     scale = torch.randint(0, 127, (N, K // 16), dtype=torch.uint8, generator=g).view(torch.float8_e4m3fn)
@@ -53,7 +53,7 @@ def random_weight(N, K, device="cpu", seed=0, global_scale=2.0 ** -7):
 
 
 def values(weight):
-    """The float64 value (N, K) of the packed words, as plain torch decodes them: code * v * row_scale."""
+    """The packed words decoded in plain torch -> (N, K) float64: code * scale * row_scale."""
     word = weight.scales.long() & 0xFFFFFFFF
     word = word >> marlin_fp4.ROTATION | (word << (32 - marlin_fp4.ROTATION)) & 0xFFFFFFFF
     u = torch.stack([word >> shift & 255 for shift in (0, 16, 24, 8)], dim=-2).flatten(-2)
@@ -64,7 +64,7 @@ def values(weight):
     return w * weight.row_scale.double()[:, None]
 
 
-def test_a_word_holds_the_four_planes_of_one_column():
+def test_word_holds_four_planes_of_a_column():
     packed = torch.zeros(128, 64, dtype=torch.uint8)
     packed[3, 2] = 0x0F                                              # k = 4, plane 0, code 15: s0 e0 e0 m0
     packed[3, 18] = 0x02                                             # k = 36, plane 1, code 2: the low exponent bit
@@ -76,59 +76,52 @@ def test_a_word_holds_the_four_planes_of_one_column():
     assert int(word) & 0xFFFF == want
 
 
-def test_a_scale_word_is_four_rotated_e5m3_bytes():
+def test_scale_word_is_four_rotated_e5m3_bytes():
     scale = torch.ones(128, 8)
     scale[5, 0], scale[5, 2], scale[5, 4], scale[5, 6] = 1.0, 2.0, 4.0, 448.0     # k = 0, 32, 64, 96: half 0
     weight = pack(torch.zeros(128, 64, dtype=torch.uint8), scale.to(torch.float8_e4m3fn), torch.tensor(1.0))
-    u0, u1, u2, u3 = 10 << 3, 11 << 3, 12 << 3, 18 << 3 | 6          # a bias of 10; 448 = 2^8 * 1.75
+    u0, u1, u2, u3 = 10 << 3, 11 << 3, 12 << 3, 18 << 3 | 6          # bias 10; 448 = 2^8 * 1.75
     plain = u0 | u3 << 8 | u1 << 16 | u2 << 24
     assert int(weight.scales[0, 0, 5, 0]) & 0xFFFFFFFF == (plain << 4 | plain >> 28) & 0xFFFFFFFF
 
 
 def every_scale_times_every_code(device="cpu"):
-    """-> a PackedWeight with one row for each scale and one column for each code, its value in fp32."""
-    codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)       # one row per scale, one block of 16 codes
+    """-> a PackedWeight with one row per scale and one column per code, its value in fp32."""
+    codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
     weight = pack(packed.to(device), scale.to(device), torch.tensor(1.0, device=device))
     return weight, (GRID[None, :] * scale.float()).to(device)
 
 
-def test_every_scale_times_every_code_is_packed_exactly():
+def test_packing_keeps_every_scale_times_every_code():
     weight, want = every_scale_times_every_code()
     assert torch.equal(values(weight), want.double())
 
 
 @pytest.mark.parametrize("N,K", [(128, 128), (1, 16), (130, 48), (300, 272)])
-def test_a_packed_weight_has_the_values_it_was_made_of(N, K):
+def test_packing_keeps_every_value(N, K):
     weight, w = random_weight(N, K)
     assert torch.equal(values(weight), w)
 
 
-@gpu
-@pytest.mark.parametrize("global_scale", [0.3, torch.tensor([0.5, 0.3]).repeat_interleave(150)])
-def test_a_scale_that_is_no_power_of_two_is_rounded_once_with_the_weight(global_scale):
-    weight, w = random_weight(300, 272, "cuda", global_scale=global_scale)
-    assert torch.equal(weight.dequantize(), w.float().bfloat16())
-
-
-def test_a_weight_is_exact_only_where_every_out_scale_is_a_power_of_two():
+def test_weight_is_exact_only_for_powers_of_two():
     def exact(row_scale):
         scale = torch.ones(2, 1).to(torch.float8_e4m3fn)
         return pack(torch.zeros(2, 8, dtype=torch.uint8), scale, torch.tensor(row_scale)).exact
 
     assert exact([2.0**108, 1.0]) and exact([2.0**-140, 1.0]) and not exact([1.0, 0.3])
-    with pytest.raises(AssertionError, match="below 6.49037e.32, got 6.49037"):       # else out_scale would be inf
+    with pytest.raises(AssertionError, match="below 6.49037e.32, got 6.49037"):       # or out_scale would be inf
         exact([2.0**109, 1.0])
 
 
-def test_a_zero_scale_clears_its_codes():
+def test_zero_scale_clears_its_codes():
     packed = torch.full((128, 64), 0x77, dtype=torch.uint8)
     weight = pack(packed, torch.zeros(128, 8).to(torch.float8_e4m3fn), torch.tensor(1.0))
     assert weight.codes.count_nonzero() == 0 and values(weight).count_nonzero() == 0
 
 
-def test_pack_and_hopper_matmul_name_what_is_wrong_with_their_input():
+def test_bad_operands_are_named():
     packed, one = torch.zeros(4, 16, dtype=torch.uint8), torch.tensor(1.0)
     scale = torch.ones(4, 2).to(torch.float8_e4m3fn)
     with pytest.raises(AssertionError, match="-1"):
@@ -149,7 +142,7 @@ def test_pack_and_hopper_matmul_name_what_is_wrong_with_their_input():
 
 
 @pytest.mark.parametrize("capability,most", [((8, 6), 256), ((9, 0), 512), ((12, 0), 256)])
-def test_a_hopper_multiplies_more_rows_by_the_packed_weight(monkeypatch, capability, most):
+def test_weight_expands_beyond_most_rows(monkeypatch, capability, most):
     weight, _ = random_weight(300, 256)
     monkeypatch.setattr(marlin_fp4, "capability", lambda device: capability)
     assert not weight.expands(most) and weight.expands(most + 1)
@@ -157,13 +150,13 @@ def test_a_hopper_multiplies_more_rows_by_the_packed_weight(monkeypatch, capabil
 
 @pytest.mark.parametrize("base", [*FORMATS, "packed"])
 @pytest.mark.parametrize("M,R", [(1, 0), (5, 8), (33, 3)])
-def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, M, R):
+def test_expanded_matmul_matches_float64(monkeypatch, base, M, R):
     dtype = torch.bfloat16
     torch.manual_seed(1)
     if base == "packed":
         weight, w = random_weight(300, 256)
         w = w.to(dtype)
-        monkeypatch.setattr(weight, "dequantize", lambda: w)          # its kernel needs a GPU
+        monkeypatch.setattr(weight, "dequantize", lambda: w)          # the real one needs a GPU
         assert not weight.expands(256) and weight.expands(257)
     else:
         weight = freeze([torch.randn(40, 256), torch.randn(9, 256)], base, dtype)
@@ -175,35 +168,35 @@ def test_the_matmul_of_an_expanded_weight_is_float64s(monkeypatch, base, M, R):
     got = slabs.sums[0].double()
     got[:, :N] *= slabs.scale.double()
     whole = torch.cat([weight.dequantize().double(), *([a.double()] if R else [])])
-    # fp32 sums of 256 terms, in any order
+    # fp32 sums of 256 terms, in any order.
     assert ((got - x.double() @ whole.T).abs() <= 256 * 2**-24 * (x.double().abs() @ whole.T.abs())).all()
 
 
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
-def test_the_schedule_covers_every_tile_once_and_no_band_has_more_pieces_than_slabs(N, K, M, R):
+def test_schedule_covers_every_tile_once(N, K, M, R):
     k_tiles, stripe, a_stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
     bands = -(-N // 128)
     owners = [[tile // stripe for tile in range(band * k_tiles, band * k_tiles + k_tiles)] for band in range(bands)]
     assert k_tiles == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
-    assert all(set(o) == set(range(o[0], o[-1] + 1)) for o in owners)             # pieces are numbered without gaps
+    assert all(set(o) == set(range(o[0], o[-1] + 1)) for o in owners)             # no gaps in the numbers of pieces
     assert [len(set(o)) for o in owners] == [pieces(128 * band, k_tiles, stripe) for band in range(bands)]
-    # A's programs walk a quarter of K at most, with more than 32 rows of x half of it.
+    # A's programs walk at most a quarter of K, or half of it if x has more than 32 rows.
     assert a_stripe == min(stripe, -(-k_tiles // (4 if M <= 32 else 2)))
     a_pieces = -(-k_tiles // a_stripe) if R else 0
     assert a_programs == -(-R // 64) * a_pieces and slabs == max(a_pieces, *(len(set(o)) for o in owners))
 
 
-def test_a_schedule_by_hand():
-    """3 bands of 5 tiles in stripes of 3, and LoRA's A, as 8 multiprocessors with one program each would walk them."""
+def test_schedule_by_hand():
+    """3 bands of 5 tiles in stripes of 3, and LoRA's A, on 8 multiprocessors with one program each."""
     plan = plan_stripes(3 * 128, 5 * 128, 1, 32, marlin_fp4.PortableConfig(8, 3, 1, 4, 4), 8)
     assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_stripe=2, a_programs=3, programs=8, slabs=3)
 
 
 @pytest.mark.parametrize("multiprocessors", [8, 132])
 @pytest.mark.parametrize("R", [0, 384, 1536])
-@pytest.mark.parametrize("N,K", [(128, 128), (4608, 3584), (3584, 18944)])
-def test_w_always_gets_half_of_the_places_or_a_program_for_each_second_tile(N, K, R, multiprocessors):
+@pytest.mark.parametrize("N,K", [(128, 128), (4608, 896), (896, 4608)])
+def test_schedule_leaves_w_half_of_the_places(N, K, R, multiprocessors):
     for M in (1, 16, 64, 193, 2048):
         config = marlin_fp4.portable_config(M, (8, 6))
         places = max(1, multiprocessors * config.programs_per_sm // -(-M // config.BM))
@@ -213,7 +206,7 @@ def test_w_always_gets_half_of_the_places_or_a_program_for_each_second_tile(N, K
         of_w = plan.programs - plan.a_programs
         assert of_w == -(-tiles // plan.stripe) and 2 * of_w >= min(places, tiles)
         if plan.programs > places:
-            for stripe in range(1, tiles + 1):               # no stripe would do in one wave
+            for stripe in range(1, tiles + 1):               # no stripe would fit in one wave
                 of_w, of_a = -(-tiles // stripe), -(-R // 64) * -(-k_tiles // min(stripe, a_most))
                 assert of_w + of_a > places or 2 * of_w < min(places, tiles)
 
@@ -225,9 +218,9 @@ def pieces(column, k_tiles, stripe):
 
 
 def total(slabs, N, R=0):
-    """What the slabs of a product add up to, float64: x @ W.T (M, N), x @ A.T (M, R).
+    """The sums of a product's slabs, float64: x @ W.T (M, N), x @ A.T (M, R).
 
-    Slabs without a piece of a column may hold NaN there: they are not read.
+    Where a slab has no piece of a column it may hold NaN, which is not read.
     """
     sums, scale, k_tiles, stripe, a_pieces = slabs
     y = []
@@ -245,15 +238,16 @@ def cublas(x, w):
 
 @gpu
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-def test_the_gpu_decodes_every_scale_times_every_code_exactly(out):
+def test_gpu_decodes_every_scale_times_every_code(out):
     weight, want = every_scale_times_every_code("cuda")
     got = weight.dequantize(torch.empty(want.shape, dtype=out, device="cuda"))
     assert torch.equal(got.float(), want)
 
 
 @gpu
-@pytest.mark.parametrize("global_scale", [2.0 ** -7, 2.0 ** -16, 2.0 ** 9, 2.0 ** -33, 0.3])
-def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else(global_scale):
+@pytest.mark.parametrize("global_scale", [2.0 ** -7, 2.0 ** -16, 2.0 ** 9, 2.0 ** -33, 0.3,
+                                          torch.tensor([0.5, 0.3]).repeat_interleave(150)])
+def test_dequantize_fills_only_its_slice(global_scale):
     weight, w = random_weight(300, 272, "cuda", global_scale=global_scale)
     wide = torch.full((300, 272 + 64), 7.0, device="cuda", dtype=torch.bfloat16)
     weight.dequantize(out=wide[:, :272])
@@ -265,7 +259,7 @@ def test_dequantize_fills_a_slice_of_a_wider_buffer_and_nothing_else(global_scal
 @pytest.mark.parametrize("N,K,R", [(128, 128, 0), (300, 272, 6), (1152, 896, 48), (896, 4864, 32), (4608, 3584, 96)])
 @pytest.mark.parametrize("M", [1, 5, 16, 31, 64, 100, 256, 300])
 @ours
-def test_a_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K, R):
+def test_decode_matmul_matches_float64_and_repeats(matmul, M, N, K, R):
     weight, w = random_weight(N, K, "cuda")
     x, a = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(R, K, device="cuda").bfloat16()
     sums = matmul(x, weight, a if R else None).sums
@@ -275,7 +269,7 @@ def test_a_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K
         y, xa = total(matmul(x, weight, a if R else None, slabs=sums, pdl=pdl), N, R)
         assert first is None or torch.equal(first, y)
         first = y
-        # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes, in practice far fewer
+        # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes, in practice far fewer.
         assert ((y - x.double() @ w.T).abs() <= K * 2 ** -23 * (x.double().abs() @ w.abs().T)).all()
         assert ((xa - x.double() @ a.double().T).abs() <= K * 2 ** -23 * (x.double().abs() @ a.double().abs().T)).all()
         error = (cublas(x, weight.dequantize()) - x.double() @ w.T).norm()
@@ -285,7 +279,7 @@ def test_a_decode_matmul_matches_float64_and_repeats_bit_for_bit(matmul, M, N, K
 @gpu
 @pytest.mark.parametrize("bucket", HOPPER_CONFIGS)
 @ours
-def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(matmul, bucket):
+def test_row_bits_do_not_depend_on_other_rows(matmul, bucket):
     weight, _ = random_weight(4608, 3584, "cuda")
     x = torch.randn(bucket, 3584, device="cuda").bfloat16()
     first, _ = total(matmul(x, weight), 4608)
@@ -294,47 +288,13 @@ def test_a_row_has_the_same_bits_whatever_the_other_rows_hold(matmul, bucket):
     assert torch.equal(first[0], again[0])
 
 
-@gpu
-@ours
-def test_a_decode_matmul_replays_inside_a_cuda_graph(matmul):
-    weight, w = random_weight(1024, 512, "cuda")
-    x = torch.randn(8, 512, device="cuda").bfloat16()
-    pdl = capability(x.device) >= (9, 0)
-    slabs = matmul(x, weight, pdl=pdl)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        matmul(x, weight, slabs=slabs.sums, pdl=pdl)
-    x.copy_(torch.randn_like(x))
-    slabs.sums.fill_(float("nan"))
-    graph.replay()
-    y, _ = total(slabs, 1024)
-    assert ((y - x.double() @ w.T).norm() / y.norm()) < 1e-6
-
-
-def test_a_packed_weight_decodes_by_hand_as_the_top_of_the_file_says():
-    """The kernel's arithmetic in integers: word bits, scale bytes and out_scale, from constants of its own."""
-    weight, w = random_weight(128, 128)
-    words, scales = weight.codes[0, 0].int() & 0xFFFF, weight.scales[0, 0].long() & 0xFFFFFFFF     # (128, 32), (128, 2)
-    planes = [words & 0x81C0, (words << 3) & 0x81C0, (words << 6) & 0x81C0, ((words & 0x6C00) >> 8) * 1057 & 0x81C0]
-    turned = (scales >> 4) | (scales & 15) << 28                     # back by 4: u0 | u3 << 8 | u1 << 16 | u2 << 24
-    bytes_of_planes = [(turned >> shift) & 0xFF for shift in (0, 16, 24, 8)]
-
-    def scale_of(u):
-        return number(0x7000 | u << 4).repeat_interleave(16, dim=1)
-
-    decoded = torch.cat([number(plane) * scale_of(u) for plane, u in zip(planes, bytes_of_planes)], dim=1)
-    assert torch.equal(decoded, decoded.bfloat16().double())         # the kernel rounds this product, and loses nothing
-    assert torch.equal(decoded * weight.out_scale.double()[:, None], w)
-
-
 def number(bits):
     """The float64 value of the 16 bits of a bf16."""
     return ((bits + 32768) % 65536 - 32768).to(torch.int16).view(torch.bfloat16).double()
 
 
 def run_assembly(text, argument):
-    """Inline assembly executed on uint32 values in int64: {register: result}."""
+    """Runs inline assembly on uint32 values, held in int64 -> {register: result}."""
     count = max(int(digit) for digit in re.findall(r"\$(\d)", text))
     registers = {f"${count}": argument}
 
@@ -360,18 +320,18 @@ def run_assembly(text, argument):
     return registers
 
 
-def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_put_it():
+def test_assembly_decodes_every_code_and_scale():
     codes = torch.cartesian_prod(*[torch.arange(16, dtype=torch.int32)] * 4)        # (65536, 4): one code a plane
     words = marlin_fp4._pack_words(codes.repeat_interleave(32, dim=1))[:, 0].long() & 0xFFFF
-    assert torch.equal(words.sort().values, torch.arange(65536))     # no bit is left out
+    assert torch.equal(words.sort().values, torch.arange(65536))     # every bit is used
     for other in (words.flip(0), words.roll(12345), torch.full_like(words, 0xFFFF), torch.zeros_like(words)):
-        pairs = words | other << 16                                  # two neighbouring words are one register
+        pairs = words | other << 16                                  # a register takes two neighbouring words
         front, back = (run_assembly(marlin_fp4._decode_planes_asm(first), pairs) for first in (0, 2))
         of_other = marlin_fp4._unpack_words(other.to(torch.int16)[:, None])
         for plane, register in enumerate((front["$0"], front["$1"], back["$0"], back["$1"])):
             for half, want in ((register & 0xFFFF, codes[:, plane]), (register >> 16, of_other[:, plane])):
                 assert torch.equal(number(half), GRID[want.long()].double() * 2.0**-126), plane
-    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # all there are, not below 0
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # every nonnegative one
     scale = torch.stack([values.roll(7 * i) for i in range(8)], dim=1)               # (127, 8) in the order of k
     for half in range(2):
         word = marlin_fp4._pack_scales(scale)[:, half].long() & 0xFFFFFFFF
@@ -379,4 +339,4 @@ def test_the_kernels_assembly_finds_every_code_and_every_scale_where_the_packer_
         for plane in range(4):
             got, want = number(found[f"${plane}"]), scale[:, 2 * plane + half].double() * 2.0**107
             assert torch.equal(got[want > 0], want[want > 0]), (half, plane)
-            assert got[want == 0].isfinite().all()                   # a zero scale may be none: pack() clears its codes
+            assert got[want == 0].isfinite().all()                   # 0 need not decode to 0: pack() clears its codes

@@ -1,6 +1,6 @@
 """
-Logits and log-probs against Qwen2 and Qwen3 in plain float64 (tiny_qwen2.py) and against transformers' stored numbers
-(make_reference.py); every base. Reading of folders is tested in test_weights.py.
+Logits and log-probs, on every base, against Qwen2 and Qwen3 in plain float64 (tiny_qwen2.py) and against numbers stored
+from transformers (make_reference.py). test_weights.py tests how folders are read.
 
 python -m pytest tests/test_model.py -v
 QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model.py -k half_b -v
@@ -18,10 +18,10 @@ import nvfp4
 from model import RMSNorm, load, split_qkv
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
-# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of their size; 20 such sums in a row
-# make 4e-5 if they add as noise. Seen: 1e-5.
+# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of its size, and 20 such sums in a
+# row by 4e-5 if the errors add as noise. In practice: 1e-5.
 FP32 = 5e-5
-GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears: one tensor scale each
+GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, with one tensor scale each
 
 
 def plain(tiny, tokens):
@@ -30,18 +30,18 @@ def plain(tiny, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norms_two_factors_multiply_to_the_papers_rmsnorm_in_every_dtype(dtype):
+def test_norm_factors_multiply_to_rmsnorm(dtype):
     torch.manual_seed(0)
-    x, weight, eps = 0.3 * torch.randn(5, 64), torch.rand(64) + 0.5, 0.1             # eps weighs as much as x does
+    x, weight, eps = 0.3 * torch.randn(5, 64), torch.rand(64) + 0.5, 0.1            # eps is as large as x's mean square
     xw, rstd = RMSNorm(weight, eps, dtype)(x)
     want = x.double() * weight / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
     assert xw.dtype == dtype and rstd.dtype == torch.float32
     assert ((xw.double() * rstd - want).abs() <= 1.01 * torch.finfo(dtype).eps * want.abs() + 1e-7).all()
 
 
-def test_the_norms_of_q_and_k_heads_by_hand_where_eps_weighs():
+def test_head_norms_by_hand():
     torch.manual_seed(0)
-    eps, H, KV, d = 0.1, 4, 2, 16
+    eps, H, KV, d = 0.1, 4, 2, 16                                         # eps is as large as a head's mean square
     y, rstd, gains = 0.3 * torch.randn(5, (H + 2 * KV) * d), torch.rand(5, 1) + 0.5, torch.rand(2, d) + 0.5
     unturned = torch.ones(5, 1, d // 2), torch.zeros(5, 1, d // 2)        # cosine and sine
     q, k, v = split_qkv(y, rstd, None, gains, eps, *unturned, KV, torch.float32)
@@ -66,19 +66,19 @@ def ragged_rows(tiny, lengths=(7, 2, 33, 2, 12)):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_equal_transformers_on_the_same_weights(tiny, shape):
+def test_logits_match_transformers(tiny, shape):
     case = tiny[shape]
     checksum = sum(t.double().abs().sum() for t in case.tensors.values())
     assert abs(checksum / REFERENCE[f"{shape}.checksum"] - 1) < 1e-12, "not the weights that make_reference.py saw"
     tokens, want = REFERENCE[f"{shape}.tokens"], REFERENCE[f"{shape}.logits"]
     with torch.no_grad():
         got = load(case.folder, base="bf16", device="cpu")(tokens)
-    assert (got - want).abs().max() < FP32                                # theirs is fp32 as well
+    assert (got - want).abs().max() < FP32                                # transformers ran in fp32 too
     assert (plain(case, tokens) - want).abs().max() < FP32
 
 
 @pytest.mark.skipif("QWEN05" not in os.environ, reason="QWEN05 does not name a folder of Qwen2.5-Coder-0.5B-Instruct")
-def test_logits_of_the_real_half_b_equal_transformers():
+def test_logits_of_the_real_half_b_match_transformers():
     model = load(os.environ["QWEN05"], base="bf16", device="cpu", dtype=torch.float32)
     tokens, columns = REFERENCE["qwen05.tokens"], REFERENCE["qwen05.columns"]
     with torch.no_grad():
@@ -91,8 +91,8 @@ def test_logits_of_the_real_half_b_equal_transformers():
 @pytest.mark.parametrize("shape,prompt,completions", [
     ("untied", 1, (3,)), ("tied", 5, (1, 7)), ("ragged", 2, (1, 1, 1)), ("untied", 9, (4, 1, 12, 3, 3)),
     ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3)), ("qwen3-tied", 9, (4, 1, 12, 3, 3)), ("qwen3-untied", 5, (1, 7))])
-def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny, shape, prompt, completions):
-    # Log-probs against a float64 forward of each row, gradients against rows whose prompts are computed each time.
+def test_shared_prompt_gives_each_rows_own_logprobs(tiny, shape, prompt, completions):
+    # Log-probs against a float64 forward of each row, gradients against rows that each compute their own prompt.
     case = tiny[shape]
     model, rows = load(case.folder, base="bf16", device="cpu"), []
     lora.attach(model, rank=4, alpha=8)
@@ -100,7 +100,7 @@ def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny
     sizes = [n for n in (*completions, 4, 6)]
     flat = some_tokens(case, prompt + 2 + sum(sizes)).tolist()
     first, other, flat = flat[:prompt], flat[prompt:prompt + 2], flat[prompt + 2:]
-    for i, n in enumerate(sizes):                                         # a second group of two, and its prompt
+    for i, n in enumerate(sizes):                                         # then a second group, of two
         rows.append((first if i < len(completions) else other) + flat[:n])
         flat = flat[n:]
     starts = [prompt] * len(completions) + [2, 2]
@@ -117,26 +117,26 @@ def test_a_prompt_computed_once_for_its_group_gives_each_rows_own_log_probs(tiny
     model.adapter.master.grad.zero_()
     for row, start, w in zip(rows, starts, weights.split(sizes)):
         (model.token_logprobs([row], [start])[0] * w).sum().backward()
-    # The same terms in another order: fp32 sums of up to 60 terms, each with a rounding error of 2^-24.
+    # The same up to 60 fp32 terms in another order, each with a rounding error of 2^-24.
     assert (together - model.adapter.master.grad).norm() < 60 * 2**-24 * together.norm()
 
 
 @pytest.mark.parametrize("shape", ["untied", "qwen3-untied"])
-def test_bf16_inputs_cost_no_more_than_their_rounding(tiny, shape):
+def test_bf16_costs_no_more_than_its_rounding(tiny, shape):
     case, tokens = tiny[shape], some_tokens(tiny[shape], 2, 20)
     with torch.no_grad():
         got = load(case.folder, base="bf16", device="cpu", dtype=torch.bfloat16)(tokens)
     want = plain(case, tokens)
-    # Each of ~14 matmul inputs on a token's way is off by 2^-9 / sqrt(3) relative, as noise: 0.4 % of the spread.
+    # A token passes about 14 matmuls, whose inputs are each off by 2^-9 / sqrt(3), as noise: 0.4 % of the spread.
     assert (got - want).std() < 0.01 * want.std()
-    assert (got - want).std() > 0.001 * want.std()                        # it did round
+    assert (got - want).std() > 0.001 * want.std()                        # it does round
 
 
 # -----------------------------------------------------------------------------
 # Bases
 
 def dequantized(case, base):
-    """The checkpoint with every linear replaced by what its codes and scales stand for, fp32."""
+    """The checkpoint with every linear replaced by its quantized and decoded weights, fp32."""
     tensors, (encode, decode) = dict(case.tensors), nvfp4.FORMATS[base]
     for i in range(case.raw["num_hidden_layers"]):
         for group in GROUPS:
@@ -149,13 +149,13 @@ def dequantized(case, base):
 
 @pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), ("qwen3-tied", "nvfp4"),
                                         *(("tied", base) for base in nvfp4.FORMATS)])
-def test_a_quantized_model_computes_what_its_decoded_weights_stand_for(tiny, tmp_path, shape, base):
+def test_quantized_model_matches_its_decoded_weights(tiny, tmp_path, shape, base):
     tokens, replaced = some_tokens(tiny[shape], 2, 15), dequantized(tiny[shape], base)
     with torch.no_grad():
         got = load(tiny[shape].folder, base=base, device="cpu")(tokens)
         assert (got - plain(replaced, tokens)).abs().max() < FP32
         assert base == "bf16" or (got - plain(tiny[shape], tokens)).abs().max() > 0.1
-        if base != "nf4":                                                 # its levels are not bf16 numbers
+        if base != "nf4":                                                 # whose levels are not bf16 numbers
             folder = write_folder(tmp_path / "model", replaced.raw, replaced.tensors)
             assert torch.equal(got, load(folder, base="bf16", device="cpu")(tokens))
 
@@ -164,7 +164,7 @@ def test_a_quantized_model_computes_what_its_decoded_weights_stand_for(tiny, tmp
 # Log-probs without the (T, V) tensor
 
 @pytest.mark.parametrize("temperature,live_vocab", [(1.0, 101), (0.6, 101), (1.7, 90)])
-def test_token_logprobs_equal_log_softmax_of_the_logits(tiny, temperature, live_vocab):
+def test_token_logprobs_match_log_softmax(tiny, temperature, live_vocab):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
     model.live_vocab = live_vocab
@@ -182,7 +182,7 @@ def test_token_logprobs_equal_log_softmax_of_the_logits(tiny, temperature, live_
     assert (entropy - torch.cat(want_entropy)).abs().max() < FP32
 
 
-def test_layers_that_run_again_in_the_backward_give_the_same_gradient_and_no_frozen_weight_gets_one(tiny):
+def test_recomputed_layers_give_the_same_gradient(tiny):
     model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
     lora.attach(model, rank=4, alpha=8)
     set_adapter(model, random_adapter(tiny["untied"].raw, 4))
@@ -195,14 +195,14 @@ def test_layers_that_run_again_in_the_backward_give_the_same_gradient_and_no_fro
         logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)
         (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
         gradients.append(model.adapter.master.grad.clone())
-        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # of the last
+        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # keeps the last
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
     assert gradients[0].count_nonzero() > 0.9 * sum(
         t.numel() for t in random_adapter(tiny["untied"].raw, 4).values())
     assert model.embed.grad is None and model.final_norm.weight.grad is None
 
 
-def test_a_row_without_prompt_or_completion_is_refused(tiny):
+def test_row_without_prompt_or_completion_is_refused(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     for start in (0, 3):
         with pytest.raises(AssertionError, match="a prompt token and a scored token"):

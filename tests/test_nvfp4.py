@@ -1,6 +1,6 @@
 """
-The formats against hand-worked numbers and against other people's bytes (make_fixtures_nvfp4.py made those, once, with
-compressed-tensors and bitsandbytes); a frozen weight against float64.
+The formats against numbers by hand and against the bytes of compressed-tensors and bitsandbytes, stored by
+make_fixtures_nvfp4.py; a frozen weight against float64.
 
 python -m pytest tests/test_nvfp4.py -v
 """
@@ -22,12 +22,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares t
 
 
 # -----------------------------------------------------------------------------
-# Against the outside world
+# Against other implementations
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_and_decoded_values_are_those_of_compressed_tensors_and_bitsandbytes(case):
-    # The file has bitsandbytes' bytes with their nibbles swapped (make_fixtures_nvfp4.nf4_case): it puts the first code
-    # in the high nibble, nvfp4.py in the low one.
+def test_bytes_match_compressed_tensors_and_bitsandbytes(case):
+    # bitsandbytes puts the first code in the high nibble, nvfp4.py in the low one, so make_fixtures_nvfp4.nf4_case
+    # stored its bytes with their nibbles swapped.
     want = {part: REFERENCE[f"{case}.{part}"] for part in ("w", "packed", "scale", "decoded")}
     base = case.split("_")[0]
     if base == "nvfp4":
@@ -40,8 +40,8 @@ def test_bytes_and_decoded_values_are_those_of_compressed_tensors_and_bitsandbyt
 
 
 def test_nf4_levels_are_normal_quantiles():
-    # QLoRA, appendix E: 8 quantiles above 0 and 7 below, evenly spaced in probability, scaled to +-1. The outermost
-    # probability is 1 less the mean of 1 / 32 and 1 / 30: half a step of 16 levels and of 15.
+    # QLoRA, appendix E: 8 quantiles above 0 and 7 below, evenly spaced in probability and scaled to +-1. The outermost
+    # probability is 1 minus the mean of 1 / 32 and 1 / 30, half a step of 16 and of 15 levels.
     quantile, outer = statistics.NormalDist().inv_cdf, 1 - (1 / 32 + 1 / 30) / 2
     upper = [quantile(outer + (0.5 - outer) * i / 8) for i in range(8)]
     lower = [-quantile(outer + (0.5 - outer) * i / 7) for i in range(7)]
@@ -67,20 +67,20 @@ def test_gpu_and_cpu_give_the_same_bytes(base):
 # NVFP4 by hand
 
 def e2m1(code):
-    """The standard's reading of a code: sign, 2 exponent bits with bias 1, 1 mantissa bit, subnormals at exponent 0."""
+    """A code's value by the standard: sign, 2 exponent bits with bias 1, 1 mantissa bit, subnormal at exponent 0."""
     sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
     return (-1) ** sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
 
 
 def e4m3(byte):
-    """The same for a block scale: sign, 4 exponent bits with bias 7, 3 mantissa bits."""
+    """A block scale's value: sign, 4 exponent bits with bias 7, 3 mantissa bits, subnormal at exponent 0."""
     sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
     return (-1) ** sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
 
 @pytest.mark.parametrize("exponent", [-20, 0, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_all_16_codes_under_all_254_block_scales_decode_exactly(dtype, exponent):
+def test_every_code_and_block_scale_decodes_exactly(dtype, exponent):
     scales = [byte for byte in range(256) if byte & 127 != 127]                 # 127 and 255 are NaN
     packed = torch.tensor([c | c + 1 << 4 for c in range(0, 16, 2)], dtype=torch.uint8).repeat(len(scales), 1)
     block_scale = torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
@@ -89,15 +89,7 @@ def test_all_16_codes_under_all_254_block_scales_decode_exactly(dtype, exponent)
     assert got.dtype == dtype and torch.equal(got.double(), want)
 
 
-def test_even_k_sits_in_the_low_nibble():
-    w = torch.zeros(1, 16)
-    w[0, :3] = torch.tensor([6.0, 1.0, -0.5])              # codes 7, 2 and 9
-    packed, block_scale, global_scale = quantize(w, torch.tensor(1.0))
-    assert packed[0].tolist() == [0x27, 0x09, 0, 0, 0, 0, 0, 0] and block_scale.item() == 1.0
-    assert dequantize(packed, block_scale, global_scale)[0, :3].tolist() == [6.0, 1.0, -0.5]
-
-
-def test_the_scale_block_worked_by_hand_in_the_docstring_comes_out_so():
+def test_scale_search_gives_the_docstrings_example():
     w = torch.zeros(1, 16)
     w[0, :4] = torch.tensor([0.30, 0.245, -0.12, 0.01])
     usual, searched = (quantize(w, torch.tensor(2.0**-11), offsets=offsets) for offsets in ([0], nvfp4.OFFSETS))
@@ -124,31 +116,21 @@ def test_every_weight_gets_the_nearest_code():
     levels = torch.tensor([e2m1(code) for code in range(16)], dtype=torch.float64)
     nearest = (w.double()[..., None] - scale[..., None] * levels).abs().amin(-1)
     error = (w.double() - dequantize(packed, block_scale, global_scale, torch.float32).double()).abs()
-    # The codes are chosen in fp32, so next to a tie the other neighbour may win by 2^-23 of the weight.
+    # Codes are chosen in fp32, so next to a tie the other neighbour can win by 2^-23 of the weight.
     assert (error <= nearest + 2**-22 * w.double().abs()).all()
 
 
 @pytest.mark.parametrize("amax,scale", [(2688.0, 1.0), (2689.0, 2.0), (1344.0, 0.5), (1.0, 2.0**-11), (0.0, 1.0)])
-def test_tensor_scale_is_the_smallest_power_of_two_without_saturation(amax, scale):
-    w = torch.zeros(2, 16)                                 # 2688 = 6 * 448, the largest code times the largest scale
+def test_tensor_scale_is_the_smallest_unsaturated_power_of_two(amax, scale):
+    w = torch.zeros(2, 16)                                 # 2688 = 6 * 448: the largest code and scale
     w[1, 5] = -amax
     assert global_scale_for(w).item() == scale
     packed, block_scale, global_scale = quantize(w)
-    # The block's scale has 4 significant bits, so its maximum comes back within 1 part in 16.
+    # The block's scale has 4 significant bits, so its largest weight comes back within 1/16.
     assert abs(dequantize(packed, block_scale, global_scale)[1, 5].item() + amax) <= amax / 16
 
 
-def test_a_power_of_two_as_tensor_scale_makes_bf16_decoding_exact():
-    torch.manual_seed(0)
-    tensors = quantize(torch.randn(64, 256).bfloat16() * 0.02)
-    assert torch.equal(dequantize(*tensors).float(), dequantize(*tensors, dtype=torch.float32))
-    # It is the power of two that does it:
-    packed, block_scale, _ = tensors
-    assert not torch.equal(dequantize(packed, block_scale, torch.tensor(1 / 3)).float(),
-                           dequantize(packed, block_scale, torch.tensor(1 / 3), torch.float32))
-
-
-def test_shared_tensor_scale_is_the_largest_and_harms_no_part():
+def test_shared_tensor_scale_harms_no_part():
     torch.manual_seed(0)
     q, k, v = torch.randn(64, 64) * 3, torch.randn(16, 64) * 0.1, torch.randn(16, 64) * 0.02
     shared = global_scale_for(q, k, v)
@@ -158,7 +140,7 @@ def test_shared_tensor_scale_is_the_largest_and_harms_no_part():
         assert together < 1.01 * alone, (together, alone)
 
 
-def test_weights_that_are_not_finite_are_refused():
+def test_nonfinite_weights_are_refused():
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"contains {bad}"):
             quantize(torch.full((1, 16), bad))
@@ -168,14 +150,14 @@ def test_weights_that_are_not_finite_are_refused():
 # All bases
 
 @pytest.mark.parametrize("base,block", [("nvfp4", 16), ("mxfp4", 32), ("nf4", 64)])
-def test_ragged_k_is_refused_with_its_value(base, block):
+def test_ragged_k_is_refused(base, block):
     with pytest.raises(ValueError, match=f"K={3 * block // 2} .*{block}"):
         FORMATS[base].quantize(torch.zeros(2, 3 * block // 2))
 
 
 @pytest.mark.parametrize("base,lo,hi", [
     ("bf16", 0.0, 0.0), ("nvfp4", 0.08, 0.1), ("mxfp4", 0.1, 0.12), ("nf4", 0.08, 0.1)])
-def test_the_relative_error_on_normal_weights_is_what_each_format_can_do(base, lo, hi):
+def test_relative_error_of_each_format_on_normal_weights(base, lo, hi):
     torch.manual_seed(0)
     w = torch.randn(128, 512).bfloat16() * 0.02
     encode, decode = FORMATS[base]
@@ -190,17 +172,17 @@ def test_zeros_stay_zeros(base):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_encoding_some_rows_at_a_time_changes_nothing(base, monkeypatch):
+def test_encoding_in_chunks_changes_nothing(base, monkeypatch):
     torch.manual_seed(0)
     w = torch.randn(13, 128)
     encode, decode = FORMATS[base]
     whole = encode(w)
-    monkeypatch.setattr(nvfp4, "WEIGHTS_AT_A_TIME", 3 * 128)        # 3 rows at a time: the last chunk is ragged
+    monkeypatch.setattr(nvfp4, "WEIGHTS_AT_A_TIME", 3 * 128)        # 3 rows at a time, 1 in the last chunk
     chunked = encode(w)
     assert all(same_bytes(a, b) for a, b in zip(whole, chunked)) and torch.equal(decode(*whole), decode(*chunked))
 
 
-def test_mxfp4_scale_moves_up_where_the_largest_weight_would_round_to_8():
+def test_mxfp4_scale_moves_up_for_weights_that_round_to_8():
     w = torch.zeros(2, 32)
     w[:, 0] = torch.tensor([6.99, 7.0])
     w[:, 1] = 0.5
@@ -223,19 +205,19 @@ def squared_errors(base, w, weigh=1.0, **options):
 
 
 @pytest.mark.parametrize("base", SEARCHED)
-def test_each_block_has_the_best_of_the_scales_that_are_tried(base):
+def test_each_block_gets_the_best_scale_tried(base):
     torch.manual_seed(0)
     w = torch.randn(40, 256) * torch.logspace(-3, 1, 40)[:, None]
     w[0, :64] = 0
     each = torch.stack([squared_errors(base, w, offsets=[offset]) for offset in SEARCHED[base][1]])
     best = each.amin(0)
-    # Errors are compared in fp32: of two that differ by 2^-20 either may be kept.
+    # Errors are compared in fp32, so of two that differ by 2^-20 either may win.
     assert (squared_errors(base, w) <= best * (1 + 2**-20)).all()
     nearest = squared_errors(base, w, offsets=[0])
     assert best.sum() < 0.85 * nearest.sum() if base == "nvfp4" else best.sum() < nearest.sum()
 
 
-def test_importance_weighs_the_channels_of_the_search():
+def test_importance_weighs_the_search():
     torch.manual_seed(0)
     w = torch.randn(64, 128)
     importance = torch.rand(128) ** 4
@@ -246,8 +228,7 @@ def test_importance_weighs_the_channels_of_the_search():
 
 
 @pytest.mark.parametrize("amax", [1.0, 1.9, 2688.0])
-def test_a_block_that_is_2_to_the_18_times_smaller_than_the_largest_weight_becomes_zeros_and_a_larger_one_does_not(
-        amax):
+def test_relatively_tiny_blocks_become_zeros(amax):
     w = torch.zeros(3, 16)
     w[0, 0], w[1], w[2, 0] = amax, amax * 2**-19, amax * 2**-17
     packed, block_scale, global_scale = quantize(w)
@@ -255,9 +236,9 @@ def test_a_block_that_is_2_to_the_18_times_smaller_than_the_largest_weight_becom
     assert block_scale[2].item() > 0 and dequantize(packed, block_scale, global_scale)[2].any()
 
 
-def test_a_block_scale_that_is_searched_stays_between_0_and_448():
+def test_searched_block_scale_stays_in_range():
     w = torch.zeros(3, 16)
-    w[0, 0], w[1, 0] = 2688.0, 1e-6                        # the largest scale there is; one below the smallest
+    w[0, 0], w[1, 0] = 2688.0, 1e-6                        # needs the largest scale; needs less than the smallest
     _, block_scale, _ = quantize(w, torch.tensor(1.0))
     assert block_scale.flatten().tolist() == [448.0, 0.125, 0.125]
     assert not dequantize(*quantize(w, torch.tensor(1.0)))[1:].any()
@@ -267,7 +248,7 @@ def test_a_block_scale_that_is_searched_stays_between_0_and_448():
 # A frozen weight
 
 def exact(base, tensors):
-    """What a format's tensors stand for, (N, K) float64, decoded one code at a time by the standards' formulas."""
+    """A format's tensors decoded by the standards' formulas -> (N, K) float64."""
     if base == "bf16":
         return tensors[0].double()
     packed, scale = tensors[:2]
@@ -287,40 +268,40 @@ def some_parts(K=128, sizes=(40, 24, 9)):
 
 
 def foreign_parts(K=128, sizes=(40, 24, 9)):
-    """As other quantizers write them: a tensor scale for each part, max / 2688, none of them a power of two."""
+    """As other quantizers store them: each part has its own tensor scale, max / 2688, which is no power of two."""
     parts = [quantize(w, w.abs().max() / 2688) for w in some_parts(K, sizes)]
     assert all(torch.frexp(part[2]).mantissa != 0.5 for part in parts)
     return parts
 
 
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}       # of one rounding, relative
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}       # one rounding, relative
 
 
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("base", [*BASES, "foreign"])
-def test_a_weight_decodes_into_rows_of_any_stride_and_touches_nothing_beside_them(base, dtype):
+def test_weight_decodes_into_rows_of_any_stride(base, dtype):
     weight = fuse(foreign_parts(), dtype) if base == "foreign" else freeze(some_parts(), base, dtype)
     want = exact("nvfp4" if base == "foreign" else base, weight.tensors)
     assert (weight.N, weight.K, weight.dtype, weight.device.type) == (73, 128, dtype, "cpu")
     w = weight.dequantize()
     assert w.shape == (73, 128) and w.dtype == dtype
-    # One rounding to dtype, of a product of two or three fp32 factors: two roundings more, of 2^-24 each.
+    # One rounding to dtype, and up to two of 2^-24 in a product of two or three fp32 factors.
     bound = (1.001 * UNIT[dtype] + 2**-23) * want.abs()
     assert ((w.double() - want).abs() <= bound).all()
-    if base in ("nvfp4", "mxfp4"):                                        # a power of two as tensor scale
+    if base in ("nvfp4", "mxfp4"):                                        # exact: the tensor scale is a power of two
         assert torch.equal(w.double(), want)
-    for columns, step in ((128, 1), (200, 1), (400, 2)):                  # whole rows, a margin, every other column
+    for columns, step in ((128, 1), (200, 1), (400, 2)):                 # contiguous, with a margin, every other column
         wider = torch.full((80, columns), 7.0, dtype=dtype)
         out = wider[3:76, :128 * step:step]
         weight.dequantize(out=out)
         assert torch.equal(out, w)
         out.fill_(7.0)
         assert (wider == 7).all()
-    into = torch.empty(73, 128)                                           # Linear.merged asks for fp32
+    into = torch.empty(73, 128)                                           # as for Linear.merged: rounded to dtype first
     assert torch.equal(weight.dequantize(out=into), w.float())
 
 
-def test_freeze_gives_the_parts_of_a_fused_linear_one_power_of_two_as_tensor_scale():
+def test_freeze_shares_one_power_of_two_between_parts():
     parts = some_parts()
     packed, block_scale, row_scale = freeze(parts, "nvfp4", torch.float32).tensors
     scale, = row_scale.unique()
@@ -330,22 +311,12 @@ def test_freeze_gives_the_parts_of_a_fused_linear_one_power_of_two_as_tensor_sca
     assert same_bytes(block_scale, torch.cat([t[1] for t in alone]))
 
 
-@pytest.mark.parametrize("base", ["bf16", "mxfp4", "nf4"])
-def test_freeze_quantizes_the_parts_as_rows_of_one_matrix(base):
-    # Blocks lie along K and none of these formats has a scale that rows share.
-    parts = [w.bfloat16() for w in some_parts()]
-    weight = freeze(parts, base, torch.bfloat16)
-    for start, w in ((0, parts[0]), (40, parts[1]), (64, parts[2])):
-        for got, want in zip(weight.tensors, FORMATS[base].quantize(w)):
-            assert same_bytes(got[start:start + len(w)].contiguous(), want)
-
-
 @pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4.5)])
-def test_a_weight_takes_the_bytes_of_its_format(base, bits):
-    rows = 4 * 73 if base == "nvfp4" else 0                               # a tensor scale a row
+def test_nbytes_of_each_format(base, bits):
+    rows = 4 * 73 if base == "nvfp4" else 0                               # one tensor scale per row
     assert freeze(some_parts(), base, torch.bfloat16).nbytes == 73 * 128 * bits / 8 + rows
 
 
-def test_a_bf16_base_rounds_to_bf16_whatever_the_files_hold():
+def test_bf16_base_rounds_other_dtypes_to_bf16():
     w = torch.randn(3, 64).half()
     assert torch.equal(freeze([w], "bf16", torch.float32).dequantize(), w.bfloat16().float())

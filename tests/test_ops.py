@@ -1,5 +1,5 @@
 """
-The hand-written backwards of MLP and log-probs against float64 autograd on the full tensors; the door to kernels.py.
+The hand-written backwards of MLP and log-probs against float64 autograd on full tensors; how ops picks a kernel.
 
 python -m pytest tests/test_ops.py -v
 """
@@ -24,10 +24,10 @@ from ops import (
 )
 
 # -----------------------------------------------------------------------------
-# The door
+# Which twin runs
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
     is_cuda = True
 
 
@@ -43,18 +43,18 @@ def halve(x, by=2.0):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """A dict in place of what `import fast` registers, empty at first."""
+    """An empty dict in place of what `import fast` registers."""
     monkeypatch.setattr(ops, "ON_GPU", {})
     return ops.ON_GPU
 
 
-def test_a_cpu_runs_the_function_itself(registered):
+def test_cpu_runs_the_reference(registered):
     x = torch.zeros(3)
     assert halve(x) == ("reference", x, 2.0) and halve(x, by=5) == ("reference", x, 5)
     assert halve.__name__ == "halve" and halve.__doc__ == "x / by."
 
 
-def test_a_gpu_runs_the_registered_twin(registered):
+def test_gpu_runs_the_registered_twin(registered):
     registered["halve"] = lambda *a, **o: ("twin", a, o)
     x = on_gpu(3)
     name, arguments, options = halve(x, by=5)
@@ -62,12 +62,12 @@ def test_a_gpu_runs_the_registered_twin(registered):
     assert halve.reference(x)[0] == "reference"
 
 
-def test_a_gpu_never_runs_the_reference_in_silence(registered):
+def test_gpu_without_a_twin_is_an_error(registered):
     with pytest.raises(RuntimeError, match="import fast"):
         halve(on_gpu(3))
 
 
-def test_the_first_tensor_decides_wherever_it_stands(registered):
+def test_first_tensor_argument_decides(registered):
     registered["elementwise"] = lambda f, x, *rest: ("twin", f, rest)
     assert elementwise(torch.add, torch.ones(2), torch.ones(2)).tolist() == [2, 2]
     assert elementwise(torch.add, on_gpu(2), 3)[2] == (3,)
@@ -78,12 +78,12 @@ def test_the_first_tensor_decides_wherever_it_stands(registered):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("M,K,N", [(1, 5, 3), (7, 300, 11)])
-def test_matmuls_sum_in_float32_and_round_once(dtype, M, K, N):
+def test_matmuls_sum_in_fp32_and_round_once(dtype, M, K, N):
     torch.manual_seed(0)
     a, b = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
     want, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     wider = torch.full((M, N + 3), 7.0)
-    into = mm_fp32(a, b, out=wider[:, :N])                                 # columns of a wider matrix
+    into = mm_fp32(a, b, out=wider[:, :N])                                 # some columns of a wider matrix
     assert into.data_ptr() == wider.data_ptr() and (wider[:, N:] == 7).all()
     for got, out_dtype in ((mm_fp32(a, b), torch.float32), (into, torch.float32), (mm(a, b), dtype)):
         u = torch.finfo(out_dtype).eps / 2
@@ -95,7 +95,7 @@ def test_matmuls_sum_in_float32_and_round_once(dtype, M, K, N):
 # The MLP
 
 @pytest.mark.parametrize("M,width", [(1, 16), (5, 100)])
-def test_swiglu_and_its_backward_write_into_rows_of_any_stride_and_equal_autograd(M, width):
+def test_swiglu_and_backward_match_autograd(M, width):
     torch.manual_seed(0)
     y, rstd = (2 * torch.randn(M, 2 * width)).requires_grad_(), (torch.rand(M, 1) + 0.5).requires_grad_()
     upstream, wider = torch.randn(M, width), torch.full((M, width + 8), 7.0)
@@ -108,7 +108,7 @@ def test_swiglu_and_its_backward_write_into_rows_of_any_stride_and_equal_autogra
         assert torch.equal(kept, y) and (wider[:, width:] == 7).all()
         assert (wider[:, :width] - want).abs().max() < 1e-5 * want.abs().max()
         half = torch.empty(M, width, dtype=torch.bfloat16)
-        assert torch.equal(swiglu(y, rstd, half), y.bfloat16())           # kept in h's dtype
+        assert torch.equal(swiglu(y, rstd, half), y.bfloat16())           # keeps y in h's dtype
         assert ((half - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()
         wide = torch.full((M, 2 * width + 4), 7.0)
         got = swiglu_backward(y, rstd, upstream, wide[:, :2 * width])
@@ -116,24 +116,31 @@ def test_swiglu_and_its_backward_write_into_rows_of_any_stride_and_equal_autogra
     assert got.shape == (M, 1) and (got - drstd).abs().max() < 1e-5 * drstd.abs().max()
 
 
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("adapter", [False, True])
-def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter):
-    torch.manual_seed(0)
-    M, D, width, R, alpha = 9, 64, 48, 4, 10
+def an_mlp(base, D, width, R=0, alpha=4):
+    """-> gate_up and down, with a nonzero adapter of rank R."""
     gate_up = Linear(freeze([torch.randn(width, D) * 0.2 for _ in range(2)], base, torch.float32), ["gate", "up"],
                      (width, width))
     down = Linear(freeze([torch.randn(D, width) * 0.2], base, torch.float32), ["down"], (D,))
-    w_in, w_out = gate_up.weight.dequantize().double(), down.weight.dequantize().double()
-    leaves = [torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()]      # x, rstd
-    if adapter:
-        stub = torch.nn.Module()                                          # as much of a model as attach() looks at
+    if R:
+        stub = torch.nn.Module()                                          # the parts of a model that attach() uses
         stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
         attach(stub, rank=R, alpha=alpha)
         for linear in (gate_up, down):
             linear.b.data.normal_()
-            leaves += [linear.a, linear.b]
         stub.adapter.sync()
+    return gate_up, down
+
+
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_mlp_gradients_match_autograd_through_merged_matrices(base, adapter):
+    torch.manual_seed(0)
+    M, D, width, R, alpha = 9, 64, 48, 4, 10
+    gate_up, down = an_mlp(base, D, width, adapter * R, alpha)
+    w_in, w_out = gate_up.weight.dequantize().double(), down.weight.dequantize().double()
+    leaves = [torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()]      # x, rstd
+    if adapter:
+        leaves += [gate_up.a, gate_up.b, down.a, down.b]
     upstream = torch.randn(M, D)
     out = mlp(gate_up, down, *leaves[:2])
     out.backward(upstream)
@@ -146,15 +153,15 @@ def test_mlp_gradients_equal_autograd_through_the_merged_matrices(base, adapter)
     gate, up = (exact[0] @ w_in.T * exact[1]).chunk(2, dim=-1)
     want = F.silu(gate) * up @ w_out.T
     want.backward(upstream.double())
-    # Sums of up to 96 fp32 terms, three in a row: about 2e-6 of the result's scale.
+    # Three sums of up to 96 fp32 terms in a row: about 2e-6 of the result's scale.
     assert (out - want).abs().max() < 1e-5 * want.abs().max()
     for got, e in zip(leaves, exact):
         assert (got.grad - e.grad).abs().max() < 1e-5 * e.grad.abs().max()
 
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
-def test_gate_up_is_kept_for_a_backward_pass_alone(monkeypatch, grad_enabled):
-    # A GPU's swiglu returns nothing where it is told not to keep.
+def test_gate_up_is_kept_only_for_a_backward_pass(monkeypatch, grad_enabled):
+    # A GPU's swiglu returns nothing if it is told not to keep.
     kept = []
 
     def as_on_a_gpu(y, rstd, h, keep=True):
@@ -163,14 +170,7 @@ def test_gate_up_is_kept_for_a_backward_pass_alone(monkeypatch, grad_enabled):
         return result if keep else None
 
     monkeypatch.setattr(ops, "swiglu", as_on_a_gpu)
-    gate_up = Linear(freeze([torch.randn(16, 16) for _ in range(2)], "bf16", torch.float32), ["gate", "up"], (16, 16))
-    down = Linear(freeze([torch.randn(16, 16)], "bf16", torch.float32), ["down"], (16,))
-    stub = torch.nn.Module()
-    stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
-    attach(stub, rank=4)
-    for linear in (gate_up, down):
-        linear.b.data.normal_()
-    stub.adapter.sync()
+    gate_up, down = an_mlp("bf16", 16, 16, R=4)
     with torch.set_grad_enabled(grad_enabled):
         out = mlp(gate_up, down, torch.randn(3, 16, requires_grad=True), torch.ones(3, 1))
     assert kept == [grad_enabled] == [out.requires_grad]
@@ -184,7 +184,7 @@ def test_gate_up_is_kept_for_a_backward_pass_alone(monkeypatch, grad_enabled):
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("c,V,live", [(1, 5, 5), (3, 101, 90)])
-def test_softmax_at_is_the_softmax_of_the_live_logits(c, V, live, dtype):
+def test_softmax_at_covers_the_live_logits(c, V, live, dtype):
     torch.manual_seed(0)
     products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
     products[:, live:] = 1e30                                             # e^1e30 is inf
@@ -203,7 +203,7 @@ def test_softmax_at_is_the_softmax_of_the_live_logits(c, V, live, dtype):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, chunk):
+def test_logprob_gradient_matches_autograd(monkeypatch, chunk):
     monkeypatch.setattr(ops, "LOGIT_ROWS", chunk)
     torch.manual_seed(0)
     n, D, V, padding, temperature = 17, 32, 50, 11, 0.7
@@ -214,10 +214,10 @@ def test_logprob_gradient_equals_autograd_through_the_whole_tensor(monkeypatch, 
     want = log_p[torch.arange(n), targets]
     want.backward(upstream.double())
     x, rstd = x.requires_grad_(), rstd.requires_grad_()
-    padded = torch.cat([head, 30 * torch.randn(padding, D)])              # rows nobody trains may well be large
+    padded = torch.cat([head, 30 * torch.randn(padding, D)])              # rows without a token may be large
     got, entropy = token_logprobs(x, rstd / temperature, padded, targets, V)
     got.backward(upstream)
     assert not entropy.requires_grad
-    # 50 terms of size ~3 in fp32: 50 * 3 * 2^-24 = 1e-5.
+    # 50 fp32 terms of about 3: 50 * 3 * 2^-24 = 1e-5.
     for a, b in ((got, want), (entropy, -(log_p.exp() * log_p).sum(-1)), (x.grad, x64.grad), (rstd.grad, rstd64.grad)):
         assert (a - b).abs().max() < 1e-5

@@ -1,8 +1,8 @@
 """
-marlin_fp4.portable_kernel: in Triton's interpreter against float64, its assembly run in numpy; and what the compiler
-makes of it.
+marlin_fp4.portable_kernel in Triton's interpreter, with its assembly run in numpy, against float64; and what the
+compiler makes of it.
 
-On a GPU it runs through the tests of test_marlin_fp4.py and test_decode.py, beside Hopper's.
+On a GPU test_marlin_fp4.py and test_decode.py run it, next to Hopper's kernel.
 
 python -m pytest tests/test_portable_kernel.py -v
 """
@@ -31,8 +31,8 @@ import marlin_fp4
 from marlin_fp4 import MatmulInputs, plan_stripes, portable_config, portable_kernel, portable_matmul
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
-no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="where there is a GPU the other tests compile and run it")
-interpreter_alone = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter alone: TRITON_INTERPRET=1 "
+no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="with a GPU the other tests compile and run it")
+interpreter_alone = pytest.mark.skipif(not INTERPRETED, reason="runs only in Triton's interpreter: TRITON_INTERPRET=1 "
                                        "pytest -n 0 tests/test_portable_kernel.py -k NAME")
 
 
@@ -41,7 +41,7 @@ class Results(list):
 
 
 def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
-    """Inline assembly for Triton's interpreter, which has none: two int16 words or one int32 go to a register."""
+    """Inline assembly, which Triton's interpreter lacks. A register takes two int16 words or one int32."""
     if text == "mov.b32 $0, $1;":
         return Results(values)
     words = np.ascontiguousarray(values[0].data)
@@ -50,7 +50,7 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
     results = Results()
     for i in range(len(types)):
         bits = found[f"${i}"].numpy().astype(np.uint32 if pack == 2 else np.uint16).view(np.uint16)
-        numbers = (bits.astype(np.uint32) << 16).view(np.float32)       # a bf16, as the fp32 that it equals
+        numbers = (bits.astype(np.uint32) << 16).view(np.float32)       # a bf16 as the fp32 of the same value
         results.append(interpreter.TensorHandle(numbers.reshape(words.shape), tl.float32))
     return results
 
@@ -58,27 +58,28 @@ def assembly_in_numpy(builder, text, constraints, values, types, is_pure, pack):
 @interpreter_alone
 @pytest.mark.parametrize("sm,M,N,K,R", [(86, 1, 128, 128, 0), (86, 5, 300, 272, 6), (90, 33, 384, 640, 48),
                                          (86, 70, 130, 400, 70), (90, 70, 130, 400, 70)])
-def test_the_product_matches_float64(sm, M, N, K, R, monkeypatch):
-    """numpy has no bf16: x and the decoded weights are bf16 numbers in fp32. The cases have ragged rows, columns and K,
-    several pieces to a band, two tiles of A, two tiles of x.
+def test_product_matches_float64(sm, M, N, K, R, monkeypatch):
+    """numpy has no bf16, so x and the decoded weights are bf16 numbers in fp32. The cases cover ragged rows, columns
+    and K, several pieces per band, two tiles of A, and two tiles of x.
     """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
-    monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # there no constexpr
+    monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)   # which is no constexpr here
     monkeypatch.setattr(marlin_fp4, "multiprocessors_on", lambda device: 4)
     monkeypatch.setattr(marlin_fp4, "capability", lambda device: divmod(sm, 10))
     weight, w = random_weight(N, K)
     weight.dtype = torch.float32
     x, a = torch.randn(M, K).bfloat16().float(), torch.randn(R, K).bfloat16().float()
-    slabs = torch.full_like(portable_matmul(x, weight, a if R else None).sums, torch.nan)
-    y, xa = total(portable_matmul(x, weight, a if R else None, slabs), N, R)
-    # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes
+    with monkeypatch.context() as unwritten:
+        unwritten.setattr(torch, "empty", lambda shape, device: torch.full(shape, torch.nan))
+        y, xa = total(portable_matmul(x, weight, a if R else None), N, R)
+    # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes.
     assert ((y - x.double() @ w.T).abs() <= K * 2**-23 * (x.double().abs() @ w.abs().T)).all()
     assert ((xa - x.double() @ a.double().T).abs() <= K * 2**-23 * (x.double().abs() @ a.double().abs().T)).all()
 
 
 @interpreter_alone
 @pytest.mark.parametrize("global_scale", [2.0**-7, 2.0**9, 2.0**-33, 0.3])
-def test_an_expanded_weight_is_the_fp32_product(global_scale, monkeypatch):
+def test_expanded_weight_equals_the_fp32_product(global_scale, monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", assembly_in_numpy)
     monkeypatch.setattr(tl.dtype, "value", property(lambda dtype: dtype), raising=False)
     weight, w = random_weight(130, 144, global_scale=global_scale)
@@ -88,8 +89,8 @@ def test_an_expanded_weight_is_the_fp32_product(global_scale, monkeypatch):
 
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("M", [1, 16, 32, 64, 256])
-def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
-    """A second wave of programs would double the time."""
+def test_schedule_fits_in_one_wave(sm, M):
+    """A second wave of programs would double the time of a step."""
     assert marlin_fp4.shared_memory_kib(divmod(sm, 10)) == SHARED[sm]
     config = portable_config(M, divmod(sm, 10))
     multiprocessors = 82
@@ -100,8 +101,8 @@ def test_the_schedule_plans_no_more_programs_than_the_chip_holds_at_once(sm, M):
 # -----------------------------------------------------------------------------
 # What the compiler makes of the kernel
 
-# By mma.sync and wgmma (test_decode.py has more). A case takes about 3 s
-# where Triton has it in no cache. With TEST_ALL_TARGETS=1 all of them.
+# Some use mma.sync, some wgmma (test_decode.py has more). A case that Triton has not cached takes about 3 s.
+# TEST_ALL_TARGETS=1 compiles every combination.
 CASES = [(86, 16), (86, 64), (90, 1), (90, 64), (100, 64)]
 if os.environ.get("TEST_ALL_TARGETS"):
     CASES = list(itertools.product(SHARED, (1, 16, 32, 64)))
@@ -109,15 +110,15 @@ WGMMA = [case for case in CASES if portable_config(case[1], divmod(case[0], 10))
 
 
 class Compiled(NamedTuple):
-    """What the compiler made of the kernel for one GPU, number of rows and type."""
+    """The compiled kernel of one GPU and number of rows."""
     shared: int             # bytes of shared memory
-    registers: int          # of a thread
-    stack: int              # bytes that a thread spills registers to
+    registers: int          # per thread
+    stack: int              # bytes that a thread spills
     instructions: list      # [(address, text)]
 
 
 def compile_for(sm, M):
-    """-> Compiled; runs in a process of its own."""
+    """-> Compiled. Patches this process, so run it in one of its own."""
     config = portable_config(M, divmod(sm, 10))
     of_x = torch.zeros(64, 3584, dtype=torch.bfloat16)
     codes, scales = torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int32)
@@ -144,20 +145,20 @@ def compiled():
 
 @no_gpu
 @pytest.mark.parametrize("sm,M", CASES)
-def test_the_programs_that_the_schedule_counts_on_fit_a_multiprocessor(sm, M, compiled):
+def test_compiled_programs_fit_a_multiprocessor(sm, M, compiled):
     config = portable_config(M, divmod(sm, 10))
     found = compiled[sm, M].result()
     assert found.shared <= SHARED[sm] * 1024
     assert config.programs_per_sm * (found.shared + 1024) <= (SHARED[sm] + 1) * 1024
-    of_warp = -(-found.registers // 8) * 8 * 32                      # allotted by eights a thread
+    of_warp = -(-found.registers // 8) * 8 * 32                      # a thread gets a multiple of eight
     assert config.programs_per_sm >= 1 and 65536 // (of_warp * config.num_warps) >= config.programs_per_sm
     assert found.stack <= STACK.get(("portable_kernel", sm), 0)
 
 
 @no_gpu
 @pytest.mark.parametrize("sm,M", WGMMA)
-def test_on_hopper_a_block_is_decoded_when_the_tensor_cores_have_read_the_one_before(sm, M, compiled):
+def test_hopper_decodes_a_block_only_after_the_last_was_read(sm, M, compiled):
     instructions = compiled[sm, M].result().instructions
     assert sm == 90 and M in (32, 64) and written_while_read(instructions) == []
     never = [(address, text.replace("gsb0, 0x0", "gsb0, 0x7")) for address, text in instructions]
-    assert written_while_read(never)                                 # without the waits there would be a race
+    assert written_while_read(never)                                 # without the waits it would be a race

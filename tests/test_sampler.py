@@ -1,6 +1,6 @@
 """
-What is sampled against plain float64 forwards of whole sequences, the randomness against SplitMix64's published
-numbers, the bookkeeping (kv_blocks, groups, preemption) against a loop that needs none, on 1,000 requests.
+The sampler: its tokens against plain float64 forwards of complete sequences, its randomness against SplitMix64's
+published numbers, its bookkeeping (kv_blocks, groups, preemption) against a simple loop without any, on 1,000 requests.
 
 python -m pytest tests/test_sampler.py -v
 """
@@ -24,7 +24,6 @@ from model import load
 from sampler import (
     KV_BLOCK,
     MASK64,
-    BlockPool,
     Rollouts,
     Row,
     Sampler,
@@ -37,11 +36,11 @@ from sampler import (
 )
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
-LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; the prefix is one token shorter
+LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; a prefix is one token shorter
 
 
 class WindowEngine(TorchEngine):
-    window = 8                                                            # as on a GPU: rows may end inside a window
+    window = 8                                                            # rows may end inside it, as on a GPU
 
 
 def prompts_of(vocab, lengths=LENGTHS, seed=3):
@@ -50,7 +49,7 @@ def prompts_of(vocab, lengths=LENGTHS, seed=3):
 
 
 def splitmix64(seed, number=1):
-    """Its output of this number, counted from 1."""
+    """SplitMix64's output of this number, counted from 1."""
     z = (seed + number * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -58,12 +57,12 @@ def splitmix64(seed, number=1):
 
 
 def plain_uniform(key, position):
-    """The upper 23 bits of output number position + 1 of SplitMix64 started at `key`, plus a half, over 2^23."""
+    """(x + 1/2) / 2^23, where x is the upper 23 bits of output number position + 1 of SplitMix64 with seed `key`."""
     return (splitmix64(key, position + 1) // 2**41 + 0.5) / 2**23
 
 
 def distributions(case, tensors, rollouts, temperature, live_vocab):
-    """For each row, the float64 log-probs (T, V) that its completion's tokens should have been drawn from."""
+    """Yields each row's float64 log-probs (T, V), from which its completion should have been drawn."""
     for prompt, completion in zip(rollouts.prompts, rollouts.completions):
         logits = plain_logits(case.raw, tensors, prompt + completion)[len(prompt) - 1:-1, :live_vocab]
         yield (logits / temperature).log_softmax(-1)
@@ -82,19 +81,19 @@ def finished(rollouts):
 
 
 def minimal_gib(model, max_length, extra=0):
-    """The memory of the smallest pool that Sampler takes, plus `extra` kv_blocks."""
+    """The memory of the smallest pool that Sampler accepts, plus `extra` kv_blocks."""
     c = model.config
     block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
     return (-(-max_length // KV_BLOCK) + 2 + extra + 0.5) * block_bytes / 2**30
 
 
 # -----------------------------------------------------------------------------
-# What is sampled
+# Tokens and log-probs
 
 @pytest.mark.parametrize("policy,shape,engine", [
     ("base", "untied", TorchEngine), ("adapter", "untied", WindowEngine), ("noise", "untied", TorchEngine),
     ("adapter", "qwen3-tied", WindowEngine), ("noise", "qwen3-untied", TorchEngine)])
-def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engine):
+def test_greedy_tokens_match_full_forwards(tiny, policy, shape, engine):
     case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
     if policy == "adapter":
@@ -109,7 +108,7 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
         sampler = Sampler(model, max_length=110, max_rows=7, engine=engine)
         rollouts = generate(sampler, prompts_of(101), max_new_tokens=45, temperature=0)
     assert [len(c) for c in rollouts.completions] == [45] * len(LENGTHS) and not any(finished(rollouts))
-    # By induction over the tokens this is what a loop of full forwards writes.
+    # By induction over the tokens, this is what a loop of full forwards generates.
     for row, want in zip(rollouts.rows, distributions(case, tensors, rollouts, 1.0, model.live_vocab)):
         completion, got = row.completion, row.logprobs
         assert completion == want.argmax(-1).tolist()
@@ -117,7 +116,7 @@ def test_greedy_tokens_are_the_argmax_of_full_forwards(tiny, policy, shape, engi
 
 
 @pytest.mark.parametrize("base,temperature", [("bf16", 0.5), ("nvfp4", 1.0), ("bf16", 1.6)])
-def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperature):
+def test_tokens_are_the_inverse_cdf_at_their_uniforms(tiny, base, temperature):
     case, seed = tiny["tied"], 11
     model = load(case.folder, base=base, device="cpu")
     model.live_vocab = 90
@@ -126,7 +125,7 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
         rollouts = generate(sampler, prompts_of(90), 3, max_new_tokens=35, temperature=temperature, seed=seed)
         rows = [p + c for p, c in zip(rollouts.prompts, rollouts.completions)]
         learner, _ = model.token_logprobs(rows, [len(p) for p in rollouts.prompts], temperature)
-        clean = held_by(model)                                            # what nvfp4's codes stand for
+        clean = held_by(model)                                            # with nvfp4 the decoded weights
         for i, layer in enumerate(model.layers):
             for name, norm in (("input", layer.input_norm), ("post_attention", layer.post_norm)):
                 clean[f"model.layers.{i}.{name}_layernorm.weight"] = norm.weight.double() + norm.noise
@@ -136,13 +135,14 @@ def test_every_token_is_the_inverse_cdf_at_its_own_uniform(tiny, base, temperatu
         cdf = torch.cat([log_p.new_zeros(len(completion), 1), log_p.exp().cumsum(-1)], dim=1)
         key = row_key(seed, b // 3, b % 3)
         for t, token in enumerate(completion):
-            u = plain_uniform(key, len(prompt) - 1 + t)                   # position of the token that went in
+            u = plain_uniform(key, len(prompt) - 1 + t)                   # at the position of the input token
             assert cdf[t, token] - FP32 <= u <= cdf[t, token + 1] + FP32
         want = log_p[range(len(completion)), completion]
         assert (rollouts.rows[b].logprobs - want).abs().max() < FP32 / temperature
 
 
-def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny):
+def test_completions_do_not_depend_on_scheduling(tiny):
+    """They are the same for any number of rows, pool, window, order, and other prompts."""
     model = load(tiny["untied"].folder, base="bf16", device="cpu")
     prompts, end_ids = prompts_of(101, (1, 5, 32, 33, 64, 65)), (3, 17)
 
@@ -161,15 +161,14 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
         return out, len(prefills)
 
     want, prefills = rollouts()
-    assert prefills == len(prompts) - 1                                   # once a group; one prompt has no prefix
+    assert prefills == len(prompts) - 1                                   # once per group; one prompt has no prefix
     assert 0 < sum(finished(want)) < len(want.rows)
-    assert same(rollouts(max_rows=30)[0], want)
-    assert rollouts(prompts[:3], places=range(3), max_rows=1)[0].completions == want.completions[:9]
+    assert rollouts(prompts[:2], places=range(2), max_rows=1)[0].completions == want.completions[:6]
     assert same(rollouts(engine=WindowEngine, max_rows=5)[0], want)
     for extra in (0, 7):
         small, prefills = rollouts(kv_gib=minimal_gib(model, 110, extra), engine=WindowEngine)
         assert same(small, want)
-        if extra:                                                         # sequences were sent back and computed again
+        if extra:                                                         # sequences were preempted and recomputed
             assert prefills > len(prompts) - 1
         gap = torch.cat([row.logprobs for row in small.rows]) - torch.cat([row.logprobs for row in want.rows])
         assert gap.abs().max() < FP32
@@ -182,7 +181,7 @@ def test_a_completion_depends_on_neither_rows_pool_window_order_nor_company(tiny
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks for a GPU's memory")
-def test_the_default_pool_takes_half_of_what_bounds_the_process():
+def test_default_pool_takes_half_of_the_process_limit():
     model = load(Path(__file__).parent.parent / "tiny", "nvfp4", "cuda")
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
@@ -192,12 +191,12 @@ def test_the_default_pool_takes_half_of_what_bounds_the_process():
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
+def test_end_ids_stop_and_stay_in_the_completion(tiny):
     model, ends = load(tiny["tied"].folder, base="bf16", device="cpu"), {7, 60}
     for engine in (TorchEngine, WindowEngine):
-        sampler = Sampler(model, max_length=60, max_rows=40, engine=engine)
-        rollouts = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, end_ids=ends, temperature=2.0)
-        free = generate(sampler, prompts_of(101, (3, 8)), 40, max_new_tokens=30, temperature=2.0)
+        sampler = Sampler(model, max_length=40, max_rows=40, engine=engine)
+        rollouts = generate(sampler, prompts_of(101, (3, 8)), 20, max_new_tokens=30, end_ids=ends, temperature=2.0)
+        free = generate(sampler, prompts_of(101, (3, 8)), 20, max_new_tokens=30, temperature=2.0)
         last = set()
         for row, whole in zip(rollouts.rows, free.completions):
             completion = row.completion
@@ -210,7 +209,7 @@ def test_both_end_ids_stop_and_stay_in_the_completion(tiny):
 
 
 @pytest.mark.parametrize("top_k,top_p,temperature", [(5, 1.0, 0), (0, 0.7, 1.4), (8, 0.8, 0), (8, 0.8, 1.4)])
-def test_with_top_k_or_top_p_log_probs_are_over_the_tokens_that_are_kept(tiny, top_k, top_p, temperature):
+def test_filtered_logprobs_cover_only_the_kept_tokens(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
     sampler = Sampler(model, max_length=40, max_rows=64)
@@ -227,21 +226,21 @@ def test_with_top_k_or_top_p_log_probs_are_over_the_tokens_that_are_kept(tiny, t
     assert len(sizes) > 1 or top_p == 1.0
 
 
-def test_top_k_and_top_p_keep_what_they_should_of_a_row_worked_by_hand():
+def test_filter_logits_by_hand():
     p = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
     kept = lambda **kwargs: (filter_logits(p.log(), **kwargs) > -torch.inf)[0].tolist()
     assert kept(top_k=2) == [False, True, False, True]
-    assert kept(top_p=0.6) == [False, True, False, True]                  # 0.4 alone is less than 0.6
+    assert kept(top_p=0.6) == [False, True, False, True]                  # 0.4 alone is not enough
     assert kept(top_p=0.39) == [False, True, False, False]
     assert kept(top_p=0.95) == [True, True, True, True]
-    assert kept(top_k=2, top_p=0.5) == [False, True, False, False]        # of the two kept, 0.4 / 0.7 = 0.57 suffices
+    assert kept(top_k=2, top_p=0.5) == [False, True, False, False]        # 0.4 is 0.57 of the 0.7 that top-k keeps
     assert kept(top_k=9) == kept() == [True] * 4
     assert (filter_logits(torch.zeros(1, 4), top_p=0.5) == 0).sum() == 2  # exactly half is enough
 
 
 @pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_p": -0.5}, {"top_p": 1.5}, {"top_k": -1}])
-def test_a_filter_that_would_keep_no_token_or_means_nothing_is_refused(wrong):
-    with pytest.raises(AssertionError, match=r"0 < top_p=.* <= 1"):       # top_p=0 once made every log-prob NaN
+def test_filter_logits_refuses_bad_settings(wrong):
+    with pytest.raises(AssertionError, match=r"0 < top_p=.* <= 1"):       # top_p=0 would make every log-prob NaN
         filter_logits(torch.zeros(1, 4), **wrong)
 
 
@@ -249,7 +248,7 @@ def test_a_filter_that_would_keep_no_token_or_means_nothing_is_refused(wrong):
 # Randomness
 
 def test_uniforms_are_splitmix64():
-    # Its first outputs from seed 1234567, as published with the reference code.
+    # The first outputs for seed 1234567, as published with the reference code.
     published = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
                  16408922859458223821)
     got = uniforms(torch.full((5,), 1234567), torch.arange(5))
@@ -263,12 +262,12 @@ def test_uniforms_are_splitmix64():
 
 
 def chi_square(counts, expected):
-    """Statistic and its bound: 5 standard deviations above the mean of a chi-square with that many bins."""
+    """-> the statistic, and a bound of 5 standard deviations above its mean."""
     dof = len(counts) - 1
     return ((counts - expected) ** 2 / expected).sum().item(), dof + 5 * math.sqrt(2 * dof)
 
 
-def test_uniforms_are_uniform_along_positions_samples_prompts_and_seeds():
+def test_uniforms_are_uniform_and_independent():
     along = dict(position=[(0, 0, 0, t) for t in range(20_000)], sample=[(0, 0, g, 0) for g in range(20_000)],
                  prompt=[(0, p, 0, 0) for p in range(20_000)], seed=[(s, 0, 0, 0) for s in range(20_000)])
     for name, points in along.items():
@@ -277,7 +276,7 @@ def test_uniforms_are_uniform_along_positions_samples_prompts_and_seeds():
         assert 0 < u.min() and u.max() < 1
         value, bound = chi_square((u * 50).long().bincount(minlength=50).double(), 400)
         assert value < bound, name
-        pairs = (u[:-1] * 10).long() * 10 + (u[1:] * 10).long()           # neighbours are independent
+        pairs = (u[:-1] * 10).long() * 10 + (u[1:] * 10).long()           # neighbours must be independent
         value, bound = chi_square(pairs.bincount(minlength=100).double(), 199.99)
         assert value < bound, name
     assert len({row_key(s, p, g) for s in range(20) for p in range(20) for g in range(20)}) == 8000
@@ -287,20 +286,20 @@ def test_uniforms_are_uniform_along_positions_samples_prompts_and_seeds():
 def test_sampled_tokens_follow_the_softmax(tiny):
     case, temperature = tiny["tied"], 1.5
     model = load(case.folder, base="bf16", device="cpu")
-    prompt, n = [5, 80, 33], 20_000
+    prompt, n = [5, 80, 33], 10_000
     rollouts = generate(Sampler(model, 8, 5000), [prompt], n, 1, temperature=temperature, seed=2)
     counts = torch.tensor([c[0] for c in rollouts.completions]).bincount(minlength=101).double()
     expected = n * (plain_logits(case.raw, case.tensors, prompt)[-1] / temperature).softmax(-1)
-    rare = expected < 10                                                  # these share one bin
+    rare = expected < 10                                                  # merged into one bin
     assert expected[rare].sum() > 10
     counts, expected = (torch.cat([t[~rare], t[rare].sum()[None]]) for t in (counts, expected))
     value, bound = chi_square(counts, expected)
-    assert len(counts) > 60 and value < bound, (len(counts), value, bound)
+    assert len(counts) > 50 and value < bound, (len(counts), value, bound)
 
 
 @pytest.mark.parametrize("u", [2.0**-24, 0.5, 1 - 2.0**-24])
-def test_extreme_uniforms_never_draw_what_has_no_probability(u):
-    # 2^-24 and 1 - 2^-24 are the smallest and the largest uniform; the fp32 sum of p is above or below 1 by some 1e-6.
+def test_extreme_uniforms_draw_no_impossible_token(u):
+    # 2^-24 and 1 - 2^-24 are the smallest and the largest uniform. The fp32 sum of p is off from 1 by about 1e-6.
     torch.manual_seed(0)
     logits = 3 * torch.randn(50, 3000)
     logits[:, :700] = logits[:, 2000:] = -torch.inf
@@ -308,30 +307,30 @@ def test_extreme_uniforms_never_draw_what_has_no_probability(u):
     assert ((700 <= token) & (token < 2000)).all() and logprob.isfinite().all()
 
 
-def test_no_token_without_probability_is_drawn_where_a_sum_moves_by_an_ulp(monkeypatch):
-    # As a GPU's sum in blocks can: here it rises at token 1 and falls at token 3, which have no probability.
+def test_a_rounded_sum_draws_no_impossible_token(monkeypatch):
+    # A GPU's sum in blocks can move by an ulp: here it rises at token 1 and falls at 3, which have no probability.
     monkeypatch.setattr(sampler_py, "running_sum", lambda p: torch.tensor([[0.25, 0.26, 0.75, 0.74, 1.0]]))
     logits = torch.tensor([[0.25, 0, 0.5, 0, 0.25]]).log()
     drawn = {u: draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.25, 0.745, 0.76)}
-    assert drawn == {0.24: 0, 0.25: 2, 0.745: 2, 0.76: 4}                 # 0.25 is not beyond the first token's sum
+    assert drawn == {0.24: 0, 0.25: 2, 0.745: 2, 0.76: 4}                 # 0.25 does not exceed the first token's sum
 
 
 # -----------------------------------------------------------------------------
-# Bookkeeping, with a model that costs nothing. The "key" of a token is its id, the "value" its position, and the next
-# token is a hash of the whole context as it is read back through the table of kv_blocks. One kv_block that is wrong,
-# out of date or owned twice changes every token that follows.
+# Bookkeeping, with a model that costs nothing. A token's "key" is its id, its "value" is its position, and the next
+# token is a hash of the complete context, read back through the table of kv_blocks. A kv_block that is wrong, stale or
+# owned twice changes every token that follows.
 
 VOCAB, ENDS = 40, (0, 1)
 
 
 def scramble(x):
-    """64-bit hash step on Python ints, kept below 2^64, or on numpy uint64."""
+    """A 64-bit hash step, on Python ints below 2^64 or on numpy uint64."""
     x = x * 0xD1342543DE82EF95 & MASK64 if isinstance(x, int) else x * np.uint64(0xD1342543DE82EF95)
     return x ^ x >> (32 if isinstance(x, int) else np.uint64(32))
 
 
 def plain_completion(prompt, key, max_new_tokens, ends=ENDS):
-    """The reference, without cache or batch. The context's hash is a sum over its (token, position) pairs."""
+    """The reference, without a cache or batches. The context's hash is a sum over (token, position) pairs."""
     context = sum(scramble((token << 32) + p) for p, token in enumerate(prompt)) & MASK64
     completion = []
     while len(completion) < max_new_tokens and not (completion and completion[-1] in ends):
@@ -351,7 +350,7 @@ class HashModel:
 
 class HashEngine(TorchEngine):
     window, prefill_ahead = 8, 5
-    most_siblings = staticmethod(lambda n: 1 + n % 4)                     # as a GPU's, it changes with the rows
+    most_siblings = staticmethod(lambda n: 1 + n % 4)                     # as on a GPU, it depends on the rows
 
     def __init__(self, model, kv, max_rows):
         super().__init__(model, kv, max_rows)
@@ -363,10 +362,10 @@ class HashEngine(TorchEngine):
         start, n = -(-r["prefix"] // KV_BLOCK) * KV_BLOCK, np.arange(len(token))
         made, tokens = np.zeros_like(pos), []
         for _ in range(steps):
-            p = np.arange(pos.max() + 1)[None]                            # a row's token at position p lies in slot:
+            p = np.arange(pos.max() + 1)[None]                            # the token at position p is in this slot:
             slot = np.where(p < r["prefix"][:, None], p, start[:, None] + p - r["prefix"][:, None])
             block, offset = np.take_along_axis(r["table"], slot // KV_BLOCK, axis=1), slot % KV_BLOCK
-            self.keys[block[n, pos], offset[n, pos]] = np.where(alive, token, -1)        # a row that ended still writes
+            self.keys[block[n, pos], offset[n, pos]] = np.where(alive, token, -1)        # rows that ended write too
             self.values[block[n, pos], offset[n, pos]] = pos
             valid = (p <= pos[:, None]) & alive[:, None]
             ids, positions = self.keys[block, offset], self.values[block, offset]
@@ -383,9 +382,22 @@ class HashEngine(TorchEngine):
         return tokens, tokens.float(), torch.from_numpy(made)
 
 
+class RecordingEngine(HashEngine):
+    """Records the lengths and tokens of every prefill."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.prefills, self.prefilled = [], []
+
+    def prefill(self, tokens, blocks, lengths):
+        self.prefills.append(lengths)
+        self.prefilled += tokens.tolist()
+        super().prefill(tokens, blocks, lengths)
+
+
 class AuditedSampler(Sampler):
-    """Checks before every window that each kv_block is free or belongs to one prefix or one row, and none is lost."""
-    preempted = waited = 0                                                # waited: windows with a prefix of no row
+    """Checks before every window that each kv_block is either free or owned by exactly one prefix or row."""
+    preempted = waited = 0                                                # waited: windows with a prefix without rows
 
     def _grow(self, waiting, running):
         self.waiting = waiting
@@ -399,7 +411,7 @@ class AuditedSampler(Sampler):
         blocks += [b for prefix in prefixes for b in prefix.blocks]
         assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
         assert len(set(map(id, running))) == len(running) <= self.max_rows
-        for s in running:                                                 # no row holds one that it does not need yet
+        for s in running:                                                 # a row owns no more than it needs by now
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
             assert len(s.blocks) * KV_BLOCK - own in range(KV_BLOCK), (len(s.blocks), own)
         for prefix in prefixes:
@@ -418,28 +430,28 @@ class AuditedSampler(Sampler):
         super()._release(s)
 
 
-def test_a_thousand_random_requests_match_a_plain_loop():
+def test_random_requests_match_a_plain_loop():
     rng, model = random.Random(0), HashModel()
     requests = preempted = told = stopped = shared = waited = 0
     while requests < 1_000:
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 3, 7, 24, 64])
-        extra = rng.choice([0, 3, 10, 20, 1000])                          # from pools for one sequence to plenty
+        extra = rng.choice([0, 3, 10, 20, 1000])                          # room for one sequence, or for plenty
         sampler = AuditedSampler(model, max_length, max_rows, minimal_gib(model, max_length, extra), engine=HashEngine)
-        for call in range(2):                                             # the second finds what the first left
+        for call in range(2):                                             # the second starts from what the first left
             longest = rng.randint(1, max(1, max_length // rng.choice([2, 8])))
             lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 40))]
             prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
             places, ends, reported, oldest = rng.sample(range(1000), len(prompts)), rng.choice([ENDS, ()]), [], []
-            begun = set()                                                 # the sequences that have, and have not ended
+            begun = set()                                                 # sequences that began and have not ended
 
             def progress(made, sequences):
                 reported.append((made, [s.row for s in sequences if s.ended]))
                 assert not oldest or oldest[0] is sequences[0], "the oldest row was preempted"
                 oldest[:] = [s for s in sequences if not s.ended]
-                assert begun <= {*sequences} or {*sequences} <= begun, "a new row came before one that was sent back"
+                assert begun <= {*sequences} or {*sequences} <= begun, "a new row came before a preempted one"
                 begun.update(sequences)
                 begun.difference_update([s for s in begun if s.ended])
 
@@ -458,24 +470,13 @@ def test_a_thousand_random_requests_match_a_plain_loop():
             requests, told = requests + len(rollouts.completions), told + rollouts.preempted
             stopped, shared = stopped + sum(finished(rollouts)), shared + (group_size > 1)
         preempted, waited = preempted + sampler.preempted, waited + sampler.waited
-    assert preempted > 30 and stopped > 300 and shared > 8             # the interesting cases did occur
-    assert told == preempted and waited > 300
+    assert preempted > 30 and stopped > 300 and shared > 8 and waited > 300      # the interesting cases did occur
+    assert told == preempted
 
 
-@pytest.mark.parametrize("max_length", [2, 32, 33, 65])
-def test_the_smallest_pool_holds_any_one_sequence(max_length):
-    model = HashModel()
-    sampler = AuditedSampler(model, max_length, 4, minimal_gib(model, max_length), engine=HashEngine)
-    for length in range(1, max_length):
-        prompt = [2 + i % 7 for i in range(length)]
-        rollouts = generate(sampler, [prompt], 2, max_length - length, end_ids=ENDS)
-        for g in range(2):
-            assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), max_length - length)
-
-
-def test_the_smallest_pool_gives_up_a_waiting_prefix_for_the_row_that_is_next():
-    # Seven kv_blocks. A prefix of 96 tokens takes three, and the second row has 64 tokens of its own when it is
-    # preempted: it returns to a prefix of five, while the third row waits for the other.
+def test_smallest_pool_takes_a_waiting_prefix_for_the_next_row():
+    # Seven kv_blocks. The prefix of 96 tokens takes three. The second row is preempted with 64 tokens of its own and
+    # comes back with a prefix of five, while the third row still waits for the first prefix.
     sampler = AuditedSampler(HashModel(), 192, 2, minimal_gib(HashModel(), 192), engine=HashEngine)
     prompt = [2 + i % 7 for i in range(97)]
     rollouts = generate(sampler, [prompt], 3, 95)
@@ -484,17 +485,7 @@ def test_the_smallest_pool_gives_up_a_waiting_prefix_for_the_row_that_is_next():
     assert rollouts.preempted > 0
 
 
-def test_a_pool_gives_out_every_block_but_the_first_once():
-    pool = BlockPool(6)
-    mine, its = pool.allocate(2), pool.allocate(3)
-    assert sorted(mine + its) == [1, 2, 3, 4, 5] and len(pool) == 0       # block 0 is for rows that do not count
-    pool.free(mine)
-    assert mine == [] and len(pool) == 2
-    pool.free(its)
-    assert len(pool) == 5 and sorted(pool.allocate(5)) == [1, 2, 3, 4, 5]
-
-
-def test_a_pool_that_holds_less_than_one_sequence_is_refused():
+def test_pool_too_small_for_a_sequence_is_refused():
     model = HashModel()
     for kv_gib in (minimal_gib(model, 97, extra=-1), 0):
         with pytest.raises(UserError, match="sequence of 97 tokens"):
@@ -503,25 +494,25 @@ def test_a_pool_that_holds_less_than_one_sequence_is_refused():
 
 
 @pytest.mark.parametrize("kv_gib", [2**50, None])
-def test_a_pool_that_cannot_be_allocated_is_refused(kv_gib, monkeypatch):
+def test_pool_too_large_for_memory_is_refused(kv_gib, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 2**40)
     with pytest.raises(UserError, match=f"{10**15} sequences of 97 tokens"):
         Sampler(HashModel(), 97, max_rows=10**15, kv_gib=kv_gib, engine=HashEngine)
 
 
-def test_requests_that_do_not_fit_stop():
+def test_bad_requests_stop():
     sampler = Sampler(HashModel(), 50, engine=HashEngine)
     for prompts, limits in (([[5] * 30], 21), ([[5], []], 2), ([[5]], 0), ([[5]] * 2, [3, 0]), ([[5]] * 2, [3])):
         with pytest.raises(AssertionError):
             generate(sampler, prompts, max_new_tokens=limits)
-    for places in ([1], []):                                              # an empty list is no default
+    for places in ([1], []):                                              # an empty list is not the default
         with pytest.raises(ValueError):
             generate(sampler, [[5], [6]], max_new_tokens=2, places=places)
     nothing = generate(sampler, [], max_new_tokens=2)
     assert nothing.completions == [] and nothing.idle == 0
 
 
-def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
+def test_interrupt_frees_the_pool(tiny):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")
     sampler, prompts = Sampler(model, max_length=70, max_rows=1), prompts_of(101, (40,))
 
@@ -535,11 +526,11 @@ def test_a_rollout_after_an_interrupted_one_finds_the_whole_pool(tiny):
 
 
 @pytest.mark.parametrize("step,stops", [(1, True), (2, False)])
-def test_a_log_prob_that_is_not_finite_stops_the_run_where_its_token_counts(step, stops):
+def test_nonfinite_logprob_of_a_counted_token_stops(step, stops):
     class Broken(HashEngine):
         def decode(self, rows, steps, sampling):
             tokens, logprobs, made = super().decode(rows, steps, sampling)
-            assert made.tolist() == [2, 8]                                # the first row ends inside the window
+            assert made.tolist() == [2, 8]                                # row 0 ends inside the window
             logprobs[step, 0] = torch.nan
             return tokens, logprobs, made
 
@@ -553,66 +544,45 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_where_its_token_counts(step
 
 def test_long_prefills_are_split_into_batches(monkeypatch):
     monkeypatch.setattr(sampler_py, "PREFILL_TOKENS", 70)
-    sizes = []
-
-    class Recording(HashEngine):
-        def prefill(self, tokens, blocks, lengths):
-            sizes.append(lengths)
-            super().prefill(tokens, blocks, lengths)
-
+    sampler = Sampler(HashModel(), 120, engine=RecordingEngine)
     prompts = [[3] * n for n in (31, 41, 1, 91, 11)]                      # prefixes of 30, 40, 0, 90 and 10 tokens
-    generate(Sampler(HashModel(), 120, engine=Recording), prompts, 2, 3)
-    assert sizes == [[30, 40], [90], [10]]
+    generate(sampler, prompts, 2, 3)
+    assert sampler.engine.prefills == [[30, 40], [90], [10]]
 
 
-def test_a_window_ends_with_its_last_row():
+def test_window_ends_with_its_last_row():
     sampler = Sampler(HashModel(), 50, engine=HashEngine)                        # windows of 8
     assert generate(sampler, [[5], [6]], 1, 3).computed == 2 * 3
     assert sampler.generate([[5]], 2, Sampling([2, 11])).computed == 2 * 8 + 3
 
 
-def test_a_row_waits_until_the_live_rows_can_grow_and_no_prefill_is_wasted():
-    sizes = []
-
-    class Recording(HashEngine):
-        def prefill(self, tokens, blocks, lengths):
-            sizes.append(lengths)
-            super().prefill(tokens, blocks, lengths)
-
-    # Five kv_blocks; each of the three rows takes one for its prefix of 32 tokens, and one for its own 20.
-    sampler = Sampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=Recording)
+def test_row_waits_until_live_rows_can_grow():
+    # Five kv_blocks. Each of the three rows takes one for its prefix of 32 tokens and one for its own 20 tokens.
+    sampler = Sampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=RecordingEngine)
     rollouts = generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
-    assert sizes == [[32, 32], [32]] and rollouts.preempted == 0
+    assert sampler.engine.prefills == [[32, 32], [32]] and rollouts.preempted == 0
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 4, 6, 12, 64])
 @pytest.mark.parametrize("ahead", [0, 5])
-def test_a_prefix_is_prefilled_once_however_few_of_its_group_run_at_a_time(max_rows, ahead):
-    tokens = []
-
-    class Recording(HashEngine):
-        prefill_ahead = ahead
-
-        def prefill(self, new, blocks, lengths):
-            tokens.extend(new.tolist())
-            super().prefill(new, blocks, lengths)
-
-    sampler = AuditedSampler(HashModel(), 200, max_rows, engine=Recording)
+def test_prefix_is_prefilled_once_for_any_max_rows(max_rows, ahead):
+    sampler = AuditedSampler(HashModel(), 200, max_rows, engine=RecordingEngine)
+    sampler.engine.prefill_ahead = ahead
     prompts = [[3 + n] * 41 for n in range(8)]                            # prefixes of 40 tokens
     rollouts = sampler.generate(prompts, 8, Sampling([1 + n % 20 for n in range(64)]))
-    assert sorted(tokens) == [3 + n for n in range(8) for _ in range(40)] and rollouts.preempted == 0
+    assert sorted(sampler.engine.prefilled) == [3 + n for n in range(8) for _ in range(40)] and rollouts.preempted == 0
 
 
-def test_a_preempted_row_takes_the_kv_blocks_of_a_prefix_that_waits_behind_it():
+def test_preempted_row_takes_the_blocks_of_a_waiting_prefix():
     windows = []
-    # Seven kv_blocks. Rows 4 and 3 are preempted; row 5, of their group, has not run yet.
+    # Seven kv_blocks. Rows 4 and 3 are preempted; row 5 of the same group has not run yet.
     sampler = AuditedSampler(HashModel(), 140, 5, minimal_gib(HashModel(), 140, extra=1), engine=HashEngine)
     rollouts = sampler.generate([[3] * 33, [4] * 33], 3, Sampling([100, 10, 40, 70, 70, 70]),
                                 progress=lambda made, sequences: windows.append([s.row for s in sequences]))
     assert windows[3:6] == [[0, 2, 3, 4], [0, 2], [0, 3]] and rollouts.preempted == 3
 
 
-def test_rollouts_of_two_ranks_add_and_a_mask_tells_sampled_tokens_from_a_tools():
+def test_rollouts_add_and_mask_tool_tokens():
     a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)], 1.0, 6, 2)
     b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))], 3.0, 4, 1)
     both = a + b
