@@ -21,7 +21,7 @@ output error as they can: where inputs i and j are correlated, w[j] compensates 
 w[i]. What remains costs (e / U[i, i])^2.
 
 Block scales. The 16 columns of a scale_block go through steps 1 and 2 once per scale of nvfp4's
-search; the scale with the lowest total cost wins. The tensor scale is nvfp4's.
+search; the scale with the lowest total cost wins. The global scale is nvfp4's.
 
 Order. A column needs the corrections of all columns to its left before it is rounded. Correcting
 all later columns after every column would be slow, so corrections are delayed:

@@ -9,12 +9,12 @@ A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
 
     packed        uint8  (N, K // 2)     two E2M1 codes per byte along K: even k in the LOW nibble
     block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 neighbouring weights of a row
-    global_scale  fp32   () or (N,)      the tensor scale; (N,) if matrices were fused along N
+    global_scale  fp32   () or (N,)      one for the matrix; (N,) if matrices were fused along N
 
     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 
 A code is a sign (bit 3) and one of the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 (bits 0 to 2).
-MXFP4 has scale_blocks of 32 weights, NF4 of 64; neither has a tensor scale.
+MXFP4 has scale_blocks of 32 weights, NF4 of 64; neither has a global scale.
 
 One scale_block by hand, in a matrix whose global_scale is 2^-11. All but four of its 16 weights are
 0:
@@ -40,10 +40,10 @@ least squared error. A smaller scale can win too: it clips the largest weight, b
 15 better. With only the usual scale (offset 0), codes and scales equal those of compressed-tensors
 (NVFP4, MXFP4) and bitsandbytes (NF4, whose first code of a byte is in the HIGH nibble).
 
-The tensor scale is a power of two, so learner and sampler use the same W to the last bit. A code
+The global scale is a power of two, so learner and sampler use the same W to the last bit. A code
 has 2 significant bits and a block scale 4, so their product is exact in bf16. Hence it makes no
 difference that the learner rounds W to bf16, and that the sampler multiplies by global_scale last.
-q, k and v share a tensor scale, and so do gate and up, because inference engines fuse them.
+q, k and v share a global scale, and so do gate and up, because inference engines fuse them.
 
 Not here: codes that compensate for each other's errors (calibrate.py), 4-bit activations, NF4's
 double quantization.
@@ -90,7 +90,7 @@ NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 # NVFP4
 
 def global_scale_for(*weights: Tensor) -> Tensor:
-    """The tensor scale, fp32 (), that weights share: global_scale_for(q, k, v).
+    """The global scale, fp32 (), that weights share: global_scale_for(q, k, v).
 
     The smallest power of two for which no block scale exceeds 448, E4M3's largest number; 1 if all
     weights are 0. UserError if a weight is not finite.
@@ -98,7 +98,7 @@ def global_scale_for(*weights: Tensor) -> Tensor:
     extremes = [extreme for w in weights for extreme in torch.aminmax(w)]
     amax = torch.stack(extremes).abs().max().item()
     if not math.isfinite(amax):
-        raise UserError(f"a weight matrix contains {amax}, so it has no tensor scale")
+        raise UserError(f"a weight matrix contains {amax}, so it has no global scale")
     # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1), so 2^exponent is the next power of
     # two, unless the number is one itself (mantissa .5). Below 2^-126 a GPU may flush to 0.
     mantissa, exponent = math.frexp(amax / (6 * 448))
@@ -353,7 +353,7 @@ def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weig
     """Concatenate NVFP4 matrices along N to one Weight; on a GPU to a marlin_fp4.PackedWeight.
 
     parts: quantize()'s three tensors of each matrix. Another program may have given each its own
-    tensor scale, so that becomes (N,).
+    global scale, so that becomes (N,).
     """
     packed = torch.cat([part[0] for part in parts])
     block_scale = torch.cat([part[1] for part in parts])
@@ -364,6 +364,6 @@ def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weig
 
 def plain_weight(packed: Tensor, block_scale: Tensor, row_scale: Tensor,
                  dtype: torch.dtype) -> Weight:
-    """An NVFP4 matrix (N, K) with a tensor scale for each row as a Weight."""
+    """An NVFP4 matrix (N, K) with a global scale for each row as a Weight."""
     shape = len(packed), 2 * packed.shape[1]
     return Weight((packed, block_scale, row_scale), dequantize, shape, dtype)

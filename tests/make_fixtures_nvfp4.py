@@ -4,7 +4,7 @@ Writes nvfp4_reference.safetensors: small weights, quantized by other packages, 
     pip install torch compressed-tensors==0.20.0 bitsandbytes==0.50.2 && python tests/make_fixtures_nvfp4.py
 
 The project and its tests need neither package. Each case has w (N, K) and its packed, scale and decoded tensors; NVFP4
-cases also have `inverse`, the tensor scale as compressed-tensors stores it.
+cases also have `inverse`, the global scale as compressed-tensors stores it.
 """
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def nf4_case(w):
 
 
 def corner_weights():
-    """Ties, saturation, both zeros and blocks that underflow, with both signs, for tensor scale 1."""
+    """Ties, saturation, both zeros and blocks that underflow, with both signs, for global scale 1."""
     w = torch.zeros(8, 64)
     w[:4] = torch.arange(-128, 128).view(4, 64) / 16
     w[:4, ::16] = 6.0                                               # block scale 1 (first block of row 0: 8 / 6)
@@ -56,7 +56,7 @@ def corner_weights():
 
 
 def every_bf16_maximum():
-    """One block per bf16 in [1, 2). With the tensor scale below, 8 block scales depend on max / 6 being bf16."""
+    """One block per bf16 in [1, 2). With the global scale below, 8 block scales depend on max / 6 being bf16."""
     w = torch.zeros(8, 256)
     w[:, ::16] = torch.arange(128, 256).view(8, 16) / 128
     return w.bfloat16()

@@ -55,7 +55,7 @@ def test_converted_folder_equals_quantizing_in_memory(bf16, tiny, tmp_path, monk
     after = Shards(tmp_path / "out")
     for i in range(2):
         for group in ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj",
-                      "mlp.gate_proj mlp.up_proj", "mlp.down_proj"):   # share a tensor scale
+                      "mlp.gate_proj mlp.up_proj", "mlp.down_proj"):   # share a global scale
             names = [f"model.layers.{i}.{name}" for name in group.split()]
             weights = [tensors.pop(f"{name}.weight") for name in names]
             scale = nvfp4.global_scale_for(*weights)

@@ -149,7 +149,7 @@ def test_gradients_match_autograd_through_the_merged_matrix(kind, parts):
 @pytest.mark.parametrize("std", [0.02, 0.002])                            # of the weights; a 7B's 1 / sqrt(K) is 0.017
 @pytest.mark.parametrize("kind", ["nvfp4", "foreign"])
 def test_bf16_gradients_are_off_by_their_roundings(kind, std):
-    # Folders of other quantizers have tensor scales like 2e-5, no powers of two. u = 2^-8 is one rounding.
+    # Folders of other quantizers have global scales like 2e-5, no powers of two. u = 2^-8 is one rounding.
     torch.manual_seed(0)
     parts, M, K, R, alpha, u = (64, 32, 32), 24, 128, 4, 8, 2.0**-8
     weight, w = frozen_weight(kind, parts, K, torch.bfloat16, std)

@@ -21,7 +21,7 @@ REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
 # Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of its size, and 20 such sums in a
 # row by 4e-5 if the errors add as noise. In practice: 1e-5.
 FP32 = 5e-5
-GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, with one tensor scale each
+GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, with one global scale each
 
 
 def plain(tiny, tokens):

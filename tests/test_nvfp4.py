@@ -121,7 +121,7 @@ def test_every_weight_gets_the_nearest_code():
 
 
 @pytest.mark.parametrize("amax,scale", [(2688.0, 1.0), (2689.0, 2.0), (1344.0, 0.5), (1.0, 2.0**-11), (0.0, 1.0)])
-def test_tensor_scale_is_the_smallest_unsaturated_power_of_two(amax, scale):
+def test_global_scale_is_the_smallest_unsaturated_power_of_two(amax, scale):
     w = torch.zeros(2, 16)                                 # 2688 = 6 * 448: the largest code and scale
     w[1, 5] = -amax
     assert global_scale_for(w).item() == scale
@@ -130,7 +130,7 @@ def test_tensor_scale_is_the_smallest_unsaturated_power_of_two(amax, scale):
     assert abs(dequantize(packed, block_scale, global_scale)[1, 5].item() + amax) <= amax / 16
 
 
-def test_shared_tensor_scale_harms_no_part():
+def test_shared_global_scale_harms_no_part():
     torch.manual_seed(0)
     q, k, v = torch.randn(64, 64) * 3, torch.randn(16, 64) * 0.1, torch.randn(16, 64) * 0.02
     shared = global_scale_for(q, k, v)
@@ -268,7 +268,7 @@ def some_parts(K=128, sizes=(40, 24, 9)):
 
 
 def foreign_parts(K=128, sizes=(40, 24, 9)):
-    """As other quantizers store them: each part has its own tensor scale, max / 2688, which is no power of two."""
+    """As other quantizers store them: each part has its own global scale, max / 2688, which is no power of two."""
     parts = [quantize(w, w.abs().max() / 2688) for w in some_parts(K, sizes)]
     assert all(torch.frexp(part[2]).mantissa != 0.5 for part in parts)
     return parts
@@ -288,7 +288,7 @@ def test_weight_decodes_into_rows_of_any_stride(base, dtype):
     # One rounding to dtype, and up to two of 2^-24 in a product of two or three fp32 factors.
     bound = (1.001 * UNIT[dtype] + 2**-23) * want.abs()
     assert ((w.double() - want).abs() <= bound).all()
-    if base in ("nvfp4", "mxfp4"):                                        # exact: the tensor scale is a power of two
+    if base in ("nvfp4", "mxfp4"):                                        # exact: the global scale is a power of two
         assert torch.equal(w.double(), want)
     for columns, step in ((128, 1), (200, 1), (400, 2)):                 # contiguous, with a margin, every other column
         wider = torch.full((80, columns), 7.0, dtype=dtype)
@@ -313,7 +313,7 @@ def test_freeze_shares_one_power_of_two_between_parts():
 
 @pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4.5)])
 def test_nbytes_of_each_format(base, bits):
-    rows = 4 * 73 if base == "nvfp4" else 0                               # one tensor scale per row
+    rows = 4 * 73 if base == "nvfp4" else 0                               # one global scale per row
     assert freeze(some_parts(), base, torch.bfloat16).nbytes == 73 * 128 * bits / 8 + rows
 
 

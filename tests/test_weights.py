@@ -32,7 +32,7 @@ from weights import (
 )
 
 HERE = Path(__file__).parent
-GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, each with one tensor scale
+GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, each with one global scale
 
 
 def plain(case, tokens):

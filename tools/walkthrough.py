@@ -68,15 +68,15 @@ for token in problem.prompt[:10]:
 # for the matrix.
 files = Shards(TINY_MODEL)
 original = files.get("model.layers.0.self_attn.o_proj.weight").float()
-packed, block_scale, tensor_scale = nvfp4.quantize(original)
-decoded = nvfp4.dequantize(packed, block_scale, tensor_scale, torch.float32)
+packed, block_scale, global_scale = nvfp4.quantize(original)
+decoded = nvfp4.dequantize(packed, block_scale, global_scale, torch.float32)
 
 pairs = packed[0, :8]                            # row 0, columns 0 to 15: two codes in a byte
 codes = torch.stack([pairs & 15, pairs >> 4], dim=1).flatten().tolist()
-unit = block_scale[0, 0].float() * tensor_scale
+unit = block_scale[0, 0].float() * global_scale
 
 title("2. A frozen weight: sixteen numbers that share a scale")
-print(f"tensor scale   2^{math.log2(tensor_scale):.0f}")
+print(f"global scale   2^{math.log2(global_scale):.0f}")
 print(f"block scale    {block_scale[0, 0].float():.0f}")
 print(f"their product  {unit:.4f}, the unit of this block\n")
 print(" weight  in units  code  it means  decoded    error")
