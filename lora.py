@@ -18,8 +18,8 @@ into another. So the optimizer, the sum over GPUs and the checkpoints handle a s
 Sampler and learner compute with copies in the model's dtype (bf16 on a GPU), `working_a` and
 `working_b` = s * b, which sync() rewrites in place, because CUDA graphs captured their addresses.
 
-Below: the wide matrix, with which the learner computes y in one product. Not
-here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
+Below: the wide matrix, with which the learner computes y in one product.
+Not here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """

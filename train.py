@@ -108,10 +108,11 @@ def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[floa
 
 def learning_rate(optim: Optim, fraction: float) -> float:
     """The rate when this fraction of the run, 0 to 1, is done: a warm-up, then --lr-schedule."""
-    if fraction < optim.warmup:
-        return optim.lr * fraction / optim.warmup
+    rising = optim.lr * fraction / optim.warmup if fraction < optim.warmup else optim.lr
     if optim.lr_schedule == "constant":          # falls to 0 over the last quarter
-        return optim.lr * min(1.0, 4 * (1 - fraction))
+        return min(rising, optim.lr * (4 * (1 - fraction)))
+    if fraction < optim.warmup:
+        return rising
     angle = math.pi * (fraction - optim.warmup) / (1 - optim.warmup)
     return optim.lr * (1 + math.cos(angle)) / 2
 

@@ -22,10 +22,13 @@ from ranks import RANK, WORLD, gather, say
 # Is anything being learned?
 
 PATIENCE = 20                                    # bad steps in a row before it warns or stops
+# Nats between sampler and learner, mean of abs, beyond which it warns. bf16 gives up to 0.01.
+DRIFT = 0.05
 
 
 class Watch:
-    """Ends a run whose updates are all skipped, and warns if there is nothing to learn.
+    """Ends a run whose updates are all skipped, and warns if there is nothing to learn or if sampler
+    and learner compute different models.
 
     A resumed run counts from 0 again.
     """
@@ -36,6 +39,7 @@ class Watch:
         self.settings = settings
         self.skipped = 0                         # steps in a row whose updates were all skipped
         self.idle = 0                            # steps in a row without a group to learn from
+        self.warned = False                      # of a drift
 
     def see(self, metrics: dict, updates: list) -> None:
         """Stopped after PATIENCE steps whose updates were all skipped.
@@ -54,6 +58,11 @@ class Watch:
                 f"reward ({metrics['accuracy']:.0%} right) or were left out "
                 f"({metrics['truncated']:.0%} cut off at --max-new-tokens); --data may be too "
                 "easy or too hard for this model")
+        drift = metrics.get("rollout_logp_diff", 0.0)
+        if drift > DRIFT and not metrics["sigma"] and not self.warned:
+            self.warned = True
+            say(f"sampler and learner disagree by {drift:.3f} nats per token without noise, more than "
+                "rounding explains: if you changed the model, change fast/decode.py too")
 
 
 # -----------------------------------------------------------------------------

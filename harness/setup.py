@@ -295,6 +295,9 @@ def begin(run: Run) -> Progress:
                    if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)
+        if "steps" in changes:
+            say(f"--steps was {before['steps']}, is now {general.steps}: the schedules of learning "
+                "rate and noise stretch, so both may rise again")
     if progress.step >= general.steps:
         say(f"{general.out} has completed its {counted(general.steps, 'step')}; to train longer: "
             "--resume --steps N")
@@ -328,6 +331,9 @@ def choose_device(name: str | None, model: str | Path, kernels: str | None = Non
         if kernels in ("hopper", "portable"):
             raise UserError(f"--kernels {kernels}: runs on a GPU, not on the CPU")
         return torch.device(name)
+    if WORLD > 1 and match[1]:
+        raise UserError(f"--device {name}: under torchrun each rank takes a GPU of its own: use "
+                        "--device cuda")
     index = LOCAL_RANK if WORLD > 1 else int(match[1] or 0)
     if index >= torch.cuda.device_count():
         raise UserError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs")

@@ -49,7 +49,7 @@ COMPARISONS = (
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
     ("sigma 5e-2, paper's clip - default correction", "noise-ppo", "noise-truncate"),
-    ("sigma 5e-2: a draw an answer - a draw a step", "noise-draws", "noise-uncorrected"),
+    ("sigma 5e-2: noise resampled per answer - per step", "noise-draws", "noise-uncorrected"),
     ("advantages undivided - divided, 1.5B", "recipe-undivided", "recipe-divided"),
     ("nearest - bf16, 1e-4", "nearest", "bf16"),
     ("MXFP4 - bf16, 1e-4", "mxfp4", "bf16"),

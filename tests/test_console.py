@@ -44,3 +44,11 @@ def test_uninformative_steps_warn_without_stopping(changes, capsys):
     for _ in range(PATIENCE):
         watch.see(METRICS | changes, [update()])
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("sigma,drift,warnings", [(0.0, 0.3, 1), (0.0, 0.01, 0), (0.01, 0.3, 0)])
+def test_sampler_that_disagrees_with_learner_warns_once(sigma, drift, warnings, capsys):
+    watch = Watch(settings())
+    for _ in range(3):
+        watch.see(METRICS | dict(sigma=sigma, rollout_logp_diff=drift), [update()])
+    assert capsys.readouterr().out.count("sampler and learner disagree") == warnings

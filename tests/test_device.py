@@ -54,6 +54,13 @@ def test_amd_gpu_is_rejected(fake_gpu, monkeypatch):
         load_kernels(torch.device("cuda"))
 
 
+def test_ranks_choose_their_own_gpus(fake_gpu, monkeypatch):
+    fake_gpu((9, 0))
+    monkeypatch.setattr(setup, "WORLD", 2)
+    with pytest.raises(UserError, match="^--device cuda:0: "):
+        choose_device("cuda:0", ".")
+
+
 def test_plain_kernels_need_no_triton(monkeypatch):
     registered = {}
     monkeypatch.setattr(setup, "ON_GPU", registered)

@@ -1,5 +1,6 @@
 """
-Imports follow the layers without cycles; only marlin_fp4 and fast/ import Triton; training runs without Triton.
+Imports follow the layers, without cycles.
+Only marlin_fp4 and fast/ import Triton, and training on a CPU runs without it.
 
 Untracked files are not checked.
 """

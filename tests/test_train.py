@@ -210,6 +210,8 @@ def test_learning_rate_by_hand():
     assert [train_py.learning_rate(cosine, x) for x in (0.1, 0.55, 0.775, 1)] == pytest.approx(
         [2, 1, 1 + math.cos(0.75 * math.pi), 0])
     assert [train_py.learning_rate(constant, x) for x in (0.1, 0.5, 0.75, 0.875, 1)] == pytest.approx([2, 2, 2, 1, 0])
+    slow = dataclasses.replace(constant, warmup=1.0)                      # rises until it meets the fall: x = 4 (1 - x)
+    assert [train_py.learning_rate(slow, x) for x in (0.4, 0.8, 0.9, 1)] == pytest.approx([0.8, 1.6, 0.8, 0])
 
 
 def some_update(ratio, grad_norm):

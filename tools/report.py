@@ -45,12 +45,12 @@ PANELS = dict(
     informative=("share of groups that teach", "share"),
     truncated=("share of answers that were cut off", "share"),
     length=("length of an answer, tokens", "free"),
-    sampler_entropy=("entropy of the sampler, nats a token", "free"),
-    entropy=("entropy of the learner where groups teach, nats a token", "free"),
+    sampler_entropy=("entropy of the sampler, nats per token", "free"),
+    entropy=("entropy of the learner where groups teach, nats per token", "free"),
     sigma=("sigma of the noise on the norms", "log"),
     grad_norm=("norm of the gradient before clipping", "free"),
     rollout_logp_diff=("learner and rollout differ by, mean |log ratio|", "free"),
-    kl=("KL to the base model, nats a token", "free"),
+    kl=("KL to the base model, nats per token", "free"),
     tokens_per_s=("sampled tokens a second", "free"),
 )
 
