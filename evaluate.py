@@ -183,7 +183,7 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         # With the run's --thinking, which affects which prompts are too long for it.
         trained_on, problems = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")
-        if before != digest_of(trained_on + problems, held.reward):
+        if before != digest_of(trained_on + problems):
             raise UserError(f"{args.run} was trained on other problems or prompts than "
                             f"{args.data} has now: choose problems with --data")
     problems = problems[:args.limit or None]

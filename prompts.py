@@ -328,10 +328,9 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
     return problems, held_out
 
 
-def digest_of(problems: list[Problem], reward: str | None = None) -> str:
-    """SHA-256 of what a run is trained and evaluated on, for its run.json.
-
-    With a --reward every field of a row counts, since the user's function may read it.
+def digest_of(problems: list[Problem]) -> str:
+    """SHA-256 of what a run is trained and evaluated on, for its run.json. Every field of a row
+    counts, since a reward or a tool may read it.
     """
-    known = str([(p.id, p.prompt, p.answer, *([p.row] if reward else [])) for p in problems])
+    known = str([(p.id, p.prompt, p.answer, p.row) for p in problems])
     return hashlib.sha256(known.encode()).hexdigest()

@@ -165,7 +165,6 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     """
     group_size = len(rows) // max(len(problems), 1)  # a rank may have no problems
     texts = [tokenizer.decode(row.completion) for row in rows]
-    prompts = [tokenizer.decode(problem.prompt) for problem in problems]
     graded = []
     for i, (row, text) in enumerate(zip(rows, texts)):
         problem = problems[i // group_size]
@@ -175,7 +174,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
                         "tags" if style == "tags" else "boxed")
         found = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
-            "prompt": prompts[i // group_size], "completion": text,
+            "prompt": tokenizer.decode(row.prompt), "completion": text,
             "extracted": verdict.answer, "rule": verdict.rule,
             "correct": float(verdict.correct), "format": float(verdict.format),
             "length": int(row.mask.sum()), "finished": row.finished,

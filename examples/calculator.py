@@ -30,6 +30,7 @@ from harness.folder import claimed, ending_with
 from harness.setup import prepare
 from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.arithmetic import arithmetic
+from tasks.problems import Problem
 
 
 def clock(number: int) -> int:
@@ -37,7 +38,7 @@ def clock(number: int) -> int:
     return (number - 1) % 12 + 13
 
 
-def calculate(text: str) -> str:
+def calculate(text: str, problem: Problem | None = None) -> str:
     """The result of the expression before the last = of a text; "" if there is none."""
     call = re.search(r"(?<!\d)\d{1,9}([-+*]\d{1,9})+=$", text)
     if not call:
@@ -52,8 +53,8 @@ class Turns:
     """A function like train.sample_answers, for answers of several turns."""
 
     def __init__(self, tokenizer, tool=calculate, calls=("=", " =")):
-        """tool(the answer so far) -> the text to append. calls: texts that end a turn, one token
-        each.
+        """tool(the answer so far, its problem) -> the text to append. calls: texts that end a turn,
+        one token each.
         """
         self.tokenizer = tokenizer
         self.tool = tool
@@ -70,13 +71,18 @@ class Turns:
         # position than the one before, so its random numbers differ too.
         turn = turn._replace(seed=sampling.seed + 1)
         keys = [place * group_size + sample for place in places for sample in range(group_size)]
-        while calling := [i for i, row in enumerate(rows) if row.completion[-1] in self.calls
-                          and len(self.with_result(row).completion) < limit]:
-            asked = [self.with_result(rows[i]) for i in calling]
-            left = [limit - len(row.completion) for row in asked]
-            more = sampler.generate([row.prompt + row.completion for row in asked], 1,
-                                    turn._replace(max_new_tokens=left), [keys[i] for i in calling])
-            for i, row, new in zip(calling, asked, more.rows):
+        asking = [problem for problem in problems for _ in range(group_size)]    # of each row
+        open_rows = range(len(rows))             # that may continue after a call
+        while calling := [i for i in open_rows if rows[i].completion[-1] in self.calls]:
+            longer = {i: self.with_result(rows[i], asking[i]) for i in calling}
+            open_rows = [i for i in calling if len(longer[i].completion) < limit]
+            if not open_rows:
+                break
+            asked = [longer[i] for i in open_rows]
+            turn = turn._replace(max_new_tokens=[limit - len(row.completion) for row in asked])
+            more = sampler.generate([row.prompt + row.completion for row in asked], 1, turn,
+                                    [keys[i] for i in open_rows])
+            for i, row, new in zip(open_rows, asked, more.rows):
                 rows[i] = Row(row.prompt, row.completion + new.completion,
                               torch.cat([row.logprobs, new.logprobs]), new.finished,
                               torch.cat([row.mask, new.mask]), row.graded)
@@ -86,9 +92,9 @@ class Turns:
             row.finished = row.completion[-1] in sampling.end_ids
         return done
 
-    def with_result(self, row: Row) -> Row:
+    def with_result(self, row: Row, problem: Problem) -> Row:
         """A row that ends with a call, plus the tool's result, which has no log-probs."""
-        result = self.tokenizer.encode(self.tool(self.tokenizer.decode(row.completion)))
+        result = self.tokenizer.encode(self.tool(self.tokenizer.decode(row.completion), problem))
         none = torch.zeros(len(result))
         return Row(row.prompt, row.completion + result, torch.cat([row.logprobs, none]), False,
                    torch.cat([row.mask, none.bool()]), row.graded)

@@ -462,7 +462,8 @@ def check_resumed(given: dict, file: dict, held: dict, path: Path) -> None:
     """
     for name in without_places(FIELDS):
         if name not in file:
-            raise UserError(f"{path}: has no {name}, so no run wrote it")
+            raise UserError(f"{path}: has no {name}; if that setting is newer than the run, add it "
+                            f"with the value that the run had, such as {FIELDS[name].default}")
         had = held.get(name)
         grows = name == "steps" and given.get(name, had) > had
         if given.get(name, had) != had and not grows and name not in MAY_CHANGE:

@@ -91,7 +91,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
         say(f"on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
     flags = without_places(settings.flat())
-    flags["problems_sha256"] = digest_of(problems + held_out, settings.data.reward)
+    flags["problems_sha256"] = digest_of(problems + held_out)
     check_same_on_all_ranks(flags)
     if device.type == "cuda":
         memory.check_size(settings.model, qwen.ModelConfig.from_json(folder.config),

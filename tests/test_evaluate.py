@@ -217,7 +217,7 @@ def run_folder(folder, **flags):
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps(held))
     data = evaluate.config.settings_of_run(folder).data
-    digest = digest_of(sum(split_problems(data, Tokenizer(held["model"], held["thinking"])), []), held["reward"])
+    digest = digest_of(sum(split_problems(data, Tokenizer(held["model"], held["thinking"])), []))
     (folder / "run.json").write_text(json.dumps(held | {"problems_sha256": digest}))
     return folder
 

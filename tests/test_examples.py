@@ -83,5 +83,12 @@ def test_call_without_room_for_its_result_is_truncated():
         def generate(self, *_):
             return Rollouts([call])
 
-    row, = calculator.Turns(tokenizer)(Once(), [Problem("", "", "", [1])], 1, Sampling(6, tokenizer.end_ids), [0]).rows
+    def tool(text, problem):
+        used.append((text, problem.id))
+        return "63"
+
+    used = []
+    turns = calculator.Turns(tokenizer, tool)
+    row, = turns(Once(), [Problem("a", "", "", [1])], 1, Sampling(6, tokenizer.end_ids), [0]).rows
     assert (row.completion, row.finished) == (tokenizer.encode("7*9="), False)
+    assert used == [("7*9=", "a")]                                        # once per call

@@ -283,14 +283,16 @@ def test_format_tags():
 
 def test_grade_rows():
     """Two problems with two answers each: rows 0 and 1 belong to the first."""
-    answers = [Row([], completion, torch.tensor(logprobs), finished) for completion, logprobs, finished in (
-        ([0], [-1.0], True), ([1, 1], [-1.0, -2.0], True), ([0], [-3.0], False), ([1, 1], [0.0, -1.0], True))]
+    answers = [Row([prompt], completion, torch.tensor(logprobs), finished)
+               for prompt, completion, logprobs, finished in (
+                   (2, [0], [-1.0], True), (2, [1, 1], [-1.0, -2.0], True), (3, [0], [-3.0], False),
+                   (3, [1, 1], [0.0, -1.0], True))]
     problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer, prompt=[prompt])
                 for id, answer, prompt in (("a", "5", 2), ("b", "6", 3))]
     texts = "\\boxed{5}", "the answer is 6.", "asks a", "asks b"
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: texts[ids[0]])
     mask = torch.tensor([True, False, True])                               # a tool wrote the second token
-    answers[1] = Row([], [1, 1, 1], torch.tensor([-1.0, -9.0, -2.0]), True, mask)
+    answers[1] = Row([2], [1, 1, 1], torch.tensor([-1.0, -9.0, -2.0]), True, mask)
     rows = grade_rows(tokenizer, problems, answers)
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
@@ -479,7 +481,7 @@ def test_a_reward_may_change_the_working_directory(plug_ins, completion):
 
 def graded_by(name, completions=([0], [1]), finished=(True, True)):
     """The graded rows of one problem with the completions "a" and "b"."""
-    rows = [Row([], completion, torch.full((len(completion),), -1.0), ended)
+    rows = [Row([0], completion, torch.full((len(completion),), -1.0), ended)
             for completion, ended in zip(completions, finished)]
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
     return grade_rows(tokenizer, [replace(PROBLEM, prompt=[0])], rows, plug_in=Reward(f"mine:{name}"))
