@@ -24,6 +24,7 @@ import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,6 +302,22 @@ def test_seed_determines_noise_sampling_and_adapter(runs):
     assert all(temperature == 0 and not any(noise) for _, temperature, _, _, noise in held_out)
     start = attach(load(ROOT / "tiny", "nvfp4", "cpu"), rank=32, alpha=32, seed=7).master.data
     torch.testing.assert_close(runs.state("seeded", 3)["master"], start, atol=1e-8, rtol=0)
+
+
+def test_evaluation_uses_the_places_of_the_ranks_share(monkeypatch):
+    asked = []
+
+    def sample(sampler, problems, group_size, sampling, places):
+        asked.append((problems, group_size, list(places)))
+        return Rollouts([])
+
+    monkeypatch.setattr(train_py, "share", lambda items: items[2:])            # the second of two ranks
+    run = SimpleNamespace(settings=settings_of(), held_out=["a", "b", "c", "d"], sampler=None,
+                          tokenizer=SimpleNamespace(end_ids=(1,)), folder=SimpleNamespace(log=lambda *lines: None),
+                          grade=lambda problems, rows: [{"correct": 1.0} for _ in problems])
+    metrics, progress = train_py.evaluate(run, sample, setup.Progress())
+    assert asked == [(["c", "d"], 1, [2, 3])]
+    assert metrics == {"eval_accuracy": 1.0} and progress.best == 1.0
 
 
 # -----------------------------------------------------------------------------
