@@ -27,8 +27,8 @@ can be multiplied into the result of the next linear. A bias is added after that
 
 Then the matmul of a decode step need not wait for the sum over the row. The learner does the same
 because it must round at the same points as the sampler: in the textbook form every normed input
-would differ from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd as in other
-libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
+would differ from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd as in
+other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 

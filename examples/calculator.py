@@ -39,7 +39,9 @@ def clock(number: int) -> int:
 
 
 def calculate(text: str, problem: Problem | None = None) -> str:
-    """The result of the expression before the last = of a text; "" if there is none."""
+    """A tool: the result of the expression before the last = of a text; "" if there is none. It
+    needs no `problem`.
+    """
     call = re.search(r"(?<!\d)\d{1,9}([-+*]\d{1,9})+=$", text)
     if not call:
         return ""

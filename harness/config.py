@@ -144,12 +144,12 @@ class Objective:
     clip_high: float | None = setting(None, "clip the ratio above 1 + X (default: the loss's own)",
                                       "(0, 1e9]")
     correction: str | None = setting(
-        None, "correction for noise and rounding in the rollout; truncate: importance weights of at "
-        "most 2; ppo: clip policy / rollout (paper), not for strong noise; off: none (release) "
+        None, "correction for noise and rounding in the rollout; truncate: importance weights of "
+        "at most 2; ppo: clip policy / rollout (paper), not for strong noise; off: none (release) "
         "(default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
-    advantage_scale: str = setting("none", "divisor of advantages; group: standard deviation of the "
-                                   "group's rewards (paper); none: 1 (Dr. GRPO)",
+    advantage_scale: str = setting("none", "divisor of advantages; group: standard deviation of "
+                                   "the group's rewards (paper); none: 1 (Dr. GRPO)",
                                    choices=grpo.SCALES)
     kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
                                     "adapter (default: the loss's own, 0)",

@@ -27,7 +27,7 @@ DRIFT = 0.05
 
 
 class Watch:
-    """Ends a run whose updates are all skipped, and warns if there is nothing to learn or if sampler
+    """Ends a run whose updates are all skipped. Warns if there is nothing to learn, or if sampler
     and learner compute different models.
 
     A resumed run counts from 0 again.
@@ -61,8 +61,8 @@ class Watch:
         drift = metrics.get("rollout_logp_diff", 0.0)
         if drift > DRIFT and not metrics["sigma"] and not self.warned:
             self.warned = True
-            say(f"sampler and learner disagree by {drift:.3f} nats per token without noise, more than "
-                "rounding explains: if you changed the model, change fast/decode.py too")
+            say(f"sampler and learner disagree by {drift:.3f} nats per token without noise, more "
+                "than rounding explains: if you changed the model, change fast/decode.py too")
 
 
 # -----------------------------------------------------------------------------

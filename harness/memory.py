@@ -111,8 +111,10 @@ class Option(NamedTuple):
 
 
 def learner_cost(tokens: int, kept: float, layer_weights: float) -> float:
-    """What a token of a micro-batch costs, in forwards through the model: tokens of the micro-batch,
-    share of the layers that keep their activations, weights of a layer.
+    """The learner's cost per token of a micro-batch, in forwards through the model.
+
+    tokens: of the micro-batch. kept: share of the layers that keep their activations.
+    layer_weights: how many weights a layer has.
     """
     # Forward, backward, and a second forward of the layers that kept nothing. The backward costs as
     # much as a forward: W is frozen, so only the gradient of x is computed.
@@ -250,7 +252,7 @@ class Plan:
         least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         useful_pool = max_rows * self.row_tokens * kv_token
         free = self.limit - sum(self._fixed(max_rows).values())
-        layer_weights = sum(w.N * w.K for w in (one.weight for one in self.linears)) / c.layers
+        layer_weights = sum(one.weight.N * one.weight.K for one in self.linears) / c.layers
         worthwhile = max(8192, WORTHWHILE // c.width)
         sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= 2 * worthwhile]
         if limits.micro_batch_tokens:

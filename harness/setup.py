@@ -315,8 +315,8 @@ def choose_device(name: str | None, model: str | Path, kernels: str | None = Non
     """--device and --kernels -> the device, which becomes torch's current one: Triton launches
     there. Under torchrun it is this rank's GPU; without a name, a GPU if there is one, else a CPU.
 
-    UserError if there is no such device, if the kernels do not run on it, or if a model would be
-    downloaded for a CPU without an explicit --device cpu.
+    UserError if there is no such device, if the kernels do not run on it, if one GPU is named under
+    torchrun, or if a model would be downloaded for a CPU without an explicit --device cpu.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"

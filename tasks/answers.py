@@ -57,7 +57,8 @@ def pairs(text: str) -> dict[str, str]:
 # Not NFKC, which turns 4² into 42. Digits of other scripts stay, so they never equal 0-9.
 UNICODE = str.maketrans({
     **pairs(r"""÷ /  √ \sqrt  π \pi  ∞ \infty  ≤ <=  ≥ >=  ≠ !=  ∪ \cup  ∈ \in  ∅ \emptyset
-    θ \theta  α \alpha  β \beta  ± \pm  ² ^{2}  ³ ^{3}  ½ \frac{1}{2}  ℝ \mathbb{R}"""),
+    θ \theta  α \alpha  β \beta  ± \pm  ² ^{2}  ³ ^{3}  ⁴ ^{4}  ½ \frac{1}{2}
+    ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}  ℝ \mathbb{R}"""),
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63", "-"),
     **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
     **{0xFF01 + i: chr(0x21 + i) for i in range(94)},  # full-width
@@ -99,7 +100,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
     # 5 m, but \$5\text{ m} are millions
     (r"(\\\$[0-9.,]+)\s*\\text\s*\{\s*m\s*\}", r"\1 million"),
-    (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshL])\.?$", r"\1 «\3»"),
+    (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshLNJWV])\.?$", r"\1 «\3»"),
     # 1,\!234 and 1{,}234 are one number, even in brackets
     (r"(?<=[0-9])(?<!\b0)(?:,\s*\\!|\s*\{\s*,\s*\})\s*(?=[0-9]{3}(?![0-9]))", ""),
     # \\[4pt] ends a row and adds space
@@ -121,7 +122,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"\\begin\s*\{(?:(?:[pbB]|small)?matrix\}|array\}\s*\{[clr\s]*\})", r"\\matrix "),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
     # 5\text{ m}, but not \log_2\text{N}
-    (r"(?:(?<=[0-9)}])|(?<=\\pi))(?<!_[0-9])\s*\\(?:text|mathrm|mbox)\s*\{\s*([mgshL])\s*\}",
+    (r"(?:(?<=[0-9)}])|(?<=\\pi))(?<!_[0-9])\s*\\(?:text|mathrm|mbox)\s*\{\s*([mgshLNJWV])\s*\}",
      r" «\1» "),
     # \text{...}
     (TEXT, unwrap_text),
@@ -184,11 +185,12 @@ def clean(s: str) -> str:
 # A unit is a set of words: {"2", "mile", "hour"} for "5 square miles per hour". "=" joins synonyms;
 # each word may have a plural s.
 UNIT = {}
-for names in """mm=millimeter=millimetre cm=centimeter=centimetre m=meter=metre km=kilometer=kilometre
-        inch=in=inches foot=feet=ft yard=yd mile=mi mile/hour=mph unit
+for names in """mm=millimeter=millimetre cm=centimeter=centimetre m=meter=metre
+        km=kilometer=kilometre inch=in=inches foot=feet=ft yard=yd mile=mi mile/hour=mph unit
         second=sec=s minute=min hour=hr=h day week month year=yr am pm
         dollar=usd cent=penny=pennies euro pound=lb mg=milligram g=gram=gm kg=kilogram ounce=oz
         liter=litre=l ml=milliliter=millilitre gallon quart pint cup radian=rad celsius fahrenheit
+        watt=w joule=j newton=n volt=v
         2=square=sq=squared 3=cubic=cu=cubed""".split():
     for word in names.split("="):
         UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = names.split("=")[0]

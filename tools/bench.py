@@ -267,10 +267,10 @@ def read_flags() -> argparse.Namespace:
         "512 for rollout, 50 to 1,024 for step)")
     add("--prompts", type=number(int, "[1, 1e6]"), default=16, metavar="N",
         help="step: problems per step (default: 16)")
-    add("--kv-gib", type=number(float, "(0, 1e9]"), metavar="X", help="size of the KV cache, in GiB "
-        "(default: memory plan for step; as needed, at most half the free memory, for rollout)")
-    for name, default in dict(base="nvfp4", lora_rank=32, kernels=None, group_size=8, max_rows=None,
-                              memory_gib=None, micro_batch_tokens=None).items():
+    add("--kv-gib", type=number(float, "(0, 1e9]"), metavar="X", help="size of the KV cache, in "
+        "GiB (default: memory plan for step; as needed, at most half the free memory, for rollout)")
+    for name, default in dict(base="nvfp4", lora_rank=32, kernels=None, group_size=8,
+                              max_rows=None, memory_gib=None, micro_batch_tokens=None).items():
         add_flag(parser, name, default)          # of a step all, of the others the first three
     return parser.parse_args()
 

@@ -79,8 +79,9 @@ def main() -> None:
     add("command", choices=("nvfp4", "merge"))
     add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: run folder")
     add("out", type=Path, help="new or empty folder")
-    add("--calibrate", type=number(int, "[2, 1e5]"), metavar="N", help="choose the codes by GPTQ on "
-        "answers to N training problems, with the last eighth held out to measure the KL divergence")
+    add("--calibrate", type=number(int, "[2, 1e5]"), metavar="N", help="choose the codes by GPTQ "
+        "on answers to N training problems; the last eighth is held out to measure the KL "
+        "divergence")
     for name, default in dict(data="gsm8k", prompt_style="boxed", thinking="off",
                               device=None).items():
         add_flag(parser, name, default)
