@@ -2,7 +2,7 @@
 Recompute the study's figures from results.csv, or draw its picture.
 
     python study/table.py                    the figures
-    python study/table.py accuracy.svg       the picture
+    python study/table.py differences.svg    the picture
 
 results.csv has one row per run: arm and seed, model, data, codes of the frozen
 weights ("trained": full fine-tuning), learning rate, noise (sigma), correction,
@@ -37,8 +37,10 @@ COMPARISONS = (
     ("calibrated at 1e-4 - all bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16"),
     ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
      "math-calibrated-1e-4 math-calibrated-2e-4", "math-bf16-1e-4 math-bf16-2e-4"),
+    ("MATH, 1.5B: calibrated at 1e-4 - bf16 at 2e-4", "math-calibrated-1e-4", "math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, both at 2e-4", "math-calibrated-2e-4", "math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, planned seeds", "o11-cal", "o11-bf16"),
+    ("MATH, 1.5B: repaired - calibrated", "o11-rep", "o11-cal"),
     ("MATH, 1.5B: the same with the seeds before", "math-calibrated-2e-4+o11-cal",
      "math-bf16-2e-4+o11-bf16"),
     ("MATH, 1.5B: calibrated - bf16, both at 1e-4", "math-calibrated-1e-4", "math-bf16-1e-4"),
@@ -48,6 +50,7 @@ COMPARISONS = (
     ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
+    ("sigma 5e-2, paper's clip - none", "noise-ppo", "noise-none"),
     ("sigma 5e-2, paper's clip - default correction", "noise-ppo", "noise-truncate"),
     ("sigma 5e-2: noise resampled per answer - per step", "noise-draws", "noise-uncorrected"),
     ("advantages undivided - divided, 1.5B", "recipe-undivided", "recipe-divided"),
@@ -56,11 +59,22 @@ COMPARISONS = (
     ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
     ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
 )
-# The picture's bars: arm, label.
-BARS = (("o9-bf16", "bf16"), ("o9-cal", "NVFP4, calibrated"), ("o9-rep", "NVFP4, repaired"),
-        ("o9-aqn", "NVFP4, AQN 1e-2"), ("noise-none", "NVFP4, to nearest (lr 1e-4)"),
-        ("noise-uncorrected", "nearest, noise 5e-2, release's loss"),
-        ("noise-ppo", "nearest, noise 5e-2, paper's clip"))
+# The picture's rows by heading: label, arm A, arm B, which interval.
+ROWS = {
+    "NVFP4 minus bf16": (
+        ("GSM8K, both at 2e-4", "o9-cal", "o9-bf16", "paired"),
+        ("GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16", "paired"),
+        ("MATH, both at 2e-4", "o11-cal", "o11-bf16", "paired"),
+        ("MATH, mean of 1e-4 and 2e-4", "math-calibrated-1e-4 math-calibrated-2e-4",
+         "math-bf16-1e-4 math-bf16-2e-4", "pooled")),
+    "with noise minus without": (
+        ("AQN 1e-2", "o9-aqn", "o9-cal", "paired"),
+        ("AQN 5e-2, released loss", "noise-uncorrected", "noise-none", "paired"),
+        ("AQN 5e-2, the paper's clip", "noise-ppo", "noise-none", "paired")),
+    "repaired minus calibrated": (
+        ("GSM8K", "o9-rep", "o9-cal", "paired"),
+        ("MATH", "o11-rep", "o11-cal", "paired")),
+}
 # Quantiles of Student's t at 97.5 % by degrees of freedom; between two the straight line, beyond 15 1.96 + 2.5 / f.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -107,24 +121,43 @@ def pooled_variance(arms: dict, like: dict, kind: str) -> tuple[float, int]:
     return sum((len(group) - 1) * variance(group) for group in groups) / freedom, freedom
 
 
-def compare(arms: dict, a: str, b: str, kind: str) -> str:
-    """The difference and its half widths as a line, "" if an arm lacks this kind of answers."""
+def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
+    """The difference of two arms over the seeds that both have; None if an arm lacks this kind of answers.
+
+    mean, seeds; "paired", "Welch", "pooled": half widths ("pooled" not if an arm trains all weights); "welch_mean": the
+    difference of the arms' means over all their seeds, which Welch's interval surrounds.
+    """
     left, right = values(arms, a, kind), values(arms, b, kind)
     both = sorted(left.keys() & right.keys())
     if not both:
-        return ""
+        return None
     differences = [left[seed] - right[seed] for seed in both]
     n = len(both)
-    paired = t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")
-    line = f"{mean(differences):+.2f}, paired {paired:.2f}, Welch {welch(left, right):.2f}"
-    if left.keys() != right.keys():              # Welch's t takes all seeds of either arm
-        line += f" about {mean(left.values()) - mean(right.values()):+.2f}"
+    found = {"mean": mean(differences), "seeds": n,
+             "paired": t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan"),
+             "Welch": welch(left, right), "welch_mean": mean(left.values()) - mean(right.values()),
+             "other_seeds": left.keys() != right.keys()}
     runs = [next(iter(arms[name.split()[0].split("+")[0]].values())) for name in (a, b)]
     if all(run["codes"] != "trained" for run in runs):
         each, freedom = pooled_variance(arms, runs[0], "sampled" if kind == "gain" else kind)
         count = len(a.split())                   # the mean of several arms varies less
-        line += f", pooled {t_quantile(freedom) * (2 * each / count / n)**0.5:.2f}"
-    return f"{line}; {n} seeds"
+        found["pooled"] = t_quantile(freedom) * (2 * each / count / n)**0.5
+    return found
+
+
+def line_of(found: dict) -> str:
+    line = f"{found['mean']:+.2f}, paired {found['paired']:.2f}, Welch {found['Welch']:.2f}"
+    if found["other_seeds"]:
+        line += f" about {found['welch_mean']:+.2f}"
+    if "pooled" in found:
+        line += f", pooled {found['pooled']:.2f}"
+    return f"{line}; {found['seeds']} seeds"
+
+
+def over_both(found: list[dict]) -> tuple[float, float]:
+    """Several paired differences as one, weighted by inverse variance: mean, half width (normal)."""
+    weights = [(t_quantile(one["seeds"] - 1) / one["paired"])**2 for one in found]
+    return (sum(w * one["mean"] for w, one in zip(weights, found)) / sum(weights), 1.96 / sum(weights)**0.5)
 
 
 def welch(left: dict[int, float], right: dict[int, float]) -> float:
@@ -138,31 +171,32 @@ def welch(left: dict[int, float], right: dict[int, float]) -> float:
 
 
 def picture(arms: dict) -> str:
-    """An SVG of BARS: sampled accuracy before and after training, and the interval of the mean over seeds."""
-    def x(percent):
-        return 240 + 11 * percent
+    """An SVG of ROWS: differences of sampled accuracy in points, with their intervals."""
+    def x(points):
+        return 600 + 36 * points
 
-    lines = ["<style>text{fill:#1f2328;font:13px system-ui,sans-serif}.grid{stroke:#d0d7de}.gain{fill:#4493f8}"
-             ".start{fill:#8c959f}.width{stroke:#1f2328}@media(prefers-color-scheme:dark){text{fill:#e6edf3}"
-             ".grid{stroke:#30363d}.width{stroke:#e6edf3}}</style>"]
-    bottom = 34 + 30 * len(BARS)
-    for percent in range(0, 41, 10):
-        lines.append(f'<line class="grid" x1="{x(percent)}" x2="{x(percent)}" y1="30" y2="{bottom}"/>'
-                     f'<text x="{x(percent)}" y="{bottom + 16}" text-anchor="middle">{percent} %</text>')
-    for i, (name, label) in enumerate(BARS):
-        after = [float(row["sampled"]) for row in arms[name].values()]
-        before = mean(float(row["sampled_before"]) for row in arms[name].values())
-        end, y = mean(after), 36 + 30 * i
-        half = t_quantile(len(after) - 1) * stdev(after) / len(after)**0.5
-        lines.append(f'<text x="232" y="{y + 14}" text-anchor="end">{label}</text>'
-                     f'<rect class="start" x="{x(0)}" y="{y}" width="{11 * before:.1f}" height="18"/>'
-                     f'<rect class="gain" x="{x(before):.1f}" y="{y}" width="{11 * (end - before):.1f}" height="18"/>'
-                     f'<line class="width" x1="{x(end - half):.1f}" x2="{x(end + half):.1f}" y1="{y + 9}" '
-                     f'y2="{y + 9}"/>'
-                     f'<text x="{x(end + half) + 8:.1f}" y="{y + 14}">{end:.1f}</text>')
-    title = "0.5B on GSM8K: right answers in percent, sampled, before (grey) and after 60 steps"
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {bottom + 24}" width="740" '
-            f'height="{bottom + 24}" role="img" aria-label="{title}"><text x="8" y="18">{title}</text>'
+    lines, y = [], 34
+    for heading, rows in ROWS.items():
+        lines.append(f'<text class="head" x="8" y="{y + 14}">{heading}</text>')
+        y += 24
+        for label, a, b, width in rows:
+            found = compare(arms, a, b, "sampled")
+            middle, half, n = found["mean"], found[width], found["seeds"]
+            lines.append(f'<text x="24" y="{y + 14}">{label} <tspan class="seeds">({n} seeds)</tspan></text>'
+                         f'<line class="width" x1="{x(middle - half):.1f}" x2="{x(middle + half):.1f}" y1="{y + 9}" '
+                         f'y2="{y + 9}"/><circle cx="{x(middle):.1f}" cy="{y + 9}" r="4.5"/>'
+                         f'<text x="690" y="{y + 14}">{middle:+.1f} ± {half:.1f}</text>')
+            y += 24
+        y += 6
+    grid = "".join(f'<line class="{"zero" if not at else "grid"}" x1="{x(at)}" x2="{x(at)}" y1="30" y2="{y}"/>'
+                   f'<text x="{x(at)}" y="{y + 16}" text-anchor="middle">{at:+d}</text>' for at in range(-6, 3, 2))
+    title = "Difference in sampled accuracy after 60 steps, in points, with 95 % intervals"
+    style = ("<style>text{fill:#1f2328;font:13px system-ui,sans-serif}.head{font-weight:600}.seeds{fill:#656d76}"
+             ".grid{stroke:#d0d7de}.zero{stroke:#656d76}.width{stroke:#0969da;stroke-width:2.5}circle{fill:#0969da}"
+             "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.seeds{fill:#8d96a0}.grid{stroke:#30363d}"
+             ".zero{stroke:#8d96a0}.width{stroke:#4493f8}circle{fill:#4493f8}}</style>")
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 {y + 24}" width="780" height="{y + 24}" '
+            f'role="img" aria-label="{title}">{style}<text x="8" y="18">{title}</text>{grid}'
             + "\n".join(lines) + "</svg>\n")
 
 
@@ -193,7 +227,10 @@ def main() -> None:
             for kind in ("sampled", "greedy", "gain"):
                 found = compare(arms, a, b, kind)
                 if found:
-                    print(f"{what:56} {kind:8} {found}")
+                    print(f"{what:56} {kind:8} {line_of(found)}")
+    repairs = [compare(arms, f"{order}-rep", f"{order}-cal", "sampled") for order in ("o9", "o11")]
+    middle, half = over_both(repairs)
+    print(f"{'repaired - calibrated, both models':56} sampled  {middle:+.2f}, by inverse variance {half:.2f}")
 
 
 if __name__ == "__main__":
