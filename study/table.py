@@ -50,6 +50,8 @@ COMPARISONS = (
     ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
+    ("calibrated at 1e-4 - later seeds of bf16 at 2e-4", "rate-calibrated-1e-4", "o9-bf16"),
+    ("sigma 5e-2, default correction - none", "noise-truncate", "noise-none"),
     ("sigma 5e-2, paper's clip - none", "noise-ppo", "noise-none"),
     ("sigma 5e-2, paper's clip - default correction", "noise-ppo", "noise-truncate"),
     ("sigma 5e-2: noise resampled per answer - per step", "noise-draws", "noise-uncorrected"),
@@ -122,21 +124,24 @@ def pooled_variance(arms: dict, like: dict, kind: str) -> tuple[float, int]:
 
 
 def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
-    """The difference of two arms over the seeds that both have; None if an arm lacks this kind of answers.
+    """The difference of two arms; None if an arm lacks this kind of answers.
 
-    mean, seeds; "paired", "Welch", "pooled": half widths ("pooled" not if an arm trains all weights); "welch_mean": the
-    difference of the arms' means over all their seeds, which Welch's interval surrounds.
+    mean, seeds: over the seeds that both have, absent if there are none; "paired", "Welch", "pooled": half widths ("pooled"
+    not if an arm trains all weights); "welch_mean": the difference of the arms' means over all their seeds, which Welch's
+    interval surrounds; "all_seeds": how many each has.
     """
     left, right = values(arms, a, kind), values(arms, b, kind)
-    both = sorted(left.keys() & right.keys())
-    if not both:
+    if not left or not right:
         return None
-    differences = [left[seed] - right[seed] for seed in both]
+    found = {"Welch": welch(left, right), "welch_mean": mean(left.values()) - mean(right.values()),
+             "all_seeds": (len(left), len(right)), "other_seeds": left.keys() != right.keys()}
+    both = sorted(left.keys() & right.keys())
     n = len(both)
-    found = {"mean": mean(differences), "seeds": n,
-             "paired": t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan"),
-             "Welch": welch(left, right), "welch_mean": mean(left.values()) - mean(right.values()),
-             "other_seeds": left.keys() != right.keys()}
+    if not both:
+        return found
+    differences = [left[seed] - right[seed] for seed in both]
+    found |= {"mean": mean(differences), "seeds": n,
+              "paired": t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")}
     runs = [next(iter(arms[name.split()[0].split("+")[0]].values())) for name in (a, b)]
     if all(run["codes"] != "trained" for run in runs):
         each, freedom = pooled_variance(arms, runs[0], "sampled" if kind == "gain" else kind)
@@ -146,6 +151,8 @@ def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
 
 
 def line_of(found: dict) -> str:
+    if "mean" not in found:
+        return f"{found['welch_mean']:+.2f}, Welch {found['Welch']:.2f}; {' and '.join(map(str, found['all_seeds']))} seeds"
     line = f"{found['mean']:+.2f}, paired {found['paired']:.2f}, Welch {found['Welch']:.2f}"
     if found["other_seeds"]:
         line += f" about {found['welch_mean']:+.2f}"
