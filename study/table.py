@@ -25,13 +25,15 @@ from pathlib import Path
 from statistics import mean, stdev, variance
 
 # What the page compares: (what, arm A, arm B). Several arms in a row are averaged, seed by seed; arms joined by + have
-# one setting and different seeds.
+# one setting and different seeds; arm@2-6 is its seeds 2 to 6.
 COMPARISONS = (
     ("calibrated - bf16, both at 2e-4", "o9-cal", "o9-bf16"),
     ("calibrated - bf16, both at 2e-4, with the seeds before", "o9-cal+rate-calibrated-2e-4",
      "o9-bf16+rate-bf16-2e-4"),
     ("repaired - calibrated", "o9-rep", "o9-cal"),
     ("AQN 1e-2 - none, calibrated", "o9-aqn", "o9-cal"),
+    ("full at 3e-6 - at 1e-5, bf16", "o10-full-3e-6", "o10-full-1e-5"),
+    ("LoRA at 2e-4 - full at 3e-6, bf16", "o9-bf16", "o10-full-3e-6"),
     ("LoRA at 2e-4 - full at 1e-5, bf16", "o9-bf16", "o10-full-1e-5"),
     ("calibrated LoRA at 2e-4 - full at 1e-5", "o9-cal", "o10-full-1e-5"),
     ("calibrated at 1e-4 - all bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16"),
@@ -50,6 +52,9 @@ COMPARISONS = (
     ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
+    ("sigma 5e-2, release's loss - none, seeds 7 to 12", "noise-uncorrected@7-12", "noise-none"),
+    ("calibrated at 1e-4 - all bf16 at 2e-4, seeds 2 to 6", "rate-calibrated-1e-4@2-6", "rate-bf16-2e-4"),
+    ("bf16 at 2e-4, earlier - later seeds", "rate-bf16-2e-4", "o9-bf16"),
     ("calibrated at 1e-4 - later seeds of bf16 at 2e-4", "rate-calibrated-1e-4", "o9-bf16"),
     ("sigma 5e-2, default correction - none", "noise-truncate", "noise-none"),
     ("sigma 5e-2, paper's clip - none", "noise-ppo", "noise-none"),
@@ -65,15 +70,15 @@ COMPARISONS = (
 ROWS = {
     "NVFP4 minus bf16": (
         ("GSM8K, both at 2e-4", "o9-cal", "o9-bf16", "paired"),
-        ("GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16", "paired"),
         ("MATH, both at 2e-4", "o11-cal", "o11-bf16", "paired"),
+        ("GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16", "paired"),
         ("MATH, mean of 1e-4 and 2e-4", "math-calibrated-1e-4 math-calibrated-2e-4",
          "math-bf16-1e-4 math-bf16-2e-4", "pooled")),
-    "with noise minus without": (
-        ("AQN 1e-2", "o9-aqn", "o9-cal", "paired"),
-        ("AQN 5e-2, released loss", "noise-uncorrected", "noise-none", "paired"),
-        ("AQN 5e-2, the paper's clip", "noise-ppo", "noise-none", "paired")),
-    "repaired minus calibrated": (
+    "With noise minus without, GSM8K": (
+        ("1e-2, calibrated", "o9-aqn", "o9-cal", "paired"),
+        ("5e-2, nearest, no correction", "noise-uncorrected", "noise-none", "paired"),
+        ("5e-2, nearest, the paper's clip", "noise-ppo", "noise-none", "paired")),
+    "Repaired minus calibrated": (
         ("GSM8K", "o9-rep", "o9-cal", "paired"),
         ("MATH", "o11-rep", "o11-cal", "paired")),
 }
@@ -97,6 +102,13 @@ def read(path: Path) -> dict[str, dict[int, dict]]:
     return arms
 
 
+def chosen(arms: dict, name: str) -> dict[int, dict]:
+    """The rows of an arm, or of some of its seeds: o9-cal or o9-cal@7-12."""
+    name, _, seeds = name.partition("@")
+    low, high = map(int, seeds.split("-")) if seeds else (0, 10**9)
+    return {seed: row for seed, row in arms[name].items() if low <= seed <= high}
+
+
 def values(arms: dict, names: str, kind: str) -> dict[int, float]:
     """seed -> accuracy, averaged over the arms that `names` lists; seeds that all of them have. kind: a column, or
     "gain": sampled after training minus before.
@@ -107,7 +119,7 @@ def values(arms: dict, names: str, kind: str) -> dict[int, float]:
             return float(row["sampled"]) - float(row["sampled_before"]) if known else None
         return float(row[kind]) if row[kind] else None
 
-    parts = [{seed: value(row) for name in joined.split("+") for seed, row in arms[name].items()
+    parts = [{seed: value(row) for name in joined.split("+") for seed, row in chosen(arms, name).items()
               if value(row) is not None} for joined in names.split()]
     return {seed: mean(part[seed] for part in parts) for seed in sorted(set.intersection(*map(set, parts)))}
 
@@ -142,7 +154,7 @@ def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
     differences = [left[seed] - right[seed] for seed in both]
     found |= {"mean": mean(differences), "seeds": n,
               "paired": t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")}
-    runs = [next(iter(arms[name.split()[0].split("+")[0]].values())) for name in (a, b)]
+    runs = [next(iter(chosen(arms, name.split()[0].split("+")[0]).values())) for name in (a, b)]
     if all(run["codes"] != "trained" for run in runs):
         each, freedom = pooled_variance(arms, runs[0], "sampled" if kind == "gain" else kind)
         count = len(a.split())                   # the mean of several arms varies less
@@ -192,7 +204,8 @@ def picture(arms: dict) -> str:
             lines.append(f'<text x="24" y="{y + 14}">{label} <tspan class="seeds">({n} seeds)</tspan></text>'
                          f'<line class="width" x1="{x(middle - half):.1f}" x2="{x(middle + half):.1f}" y1="{y + 9}" '
                          f'y2="{y + 9}"/><circle cx="{x(middle):.1f}" cy="{y + 9}" r="4.5"/>'
-                         f'<text x="690" y="{y + 14}">{middle:+.1f} ± {half:.1f}</text>')
+                         f'<text x="690" y="{y + 14}">{middle:+.1f} ± {half:.1f}'
+                         f'{" c" if width == "pooled" else ""}</text>')
             y += 24
         y += 6
     grid = "".join(f'<line class="{"zero" if not at else "grid"}" x1="{x(at)}" x2="{x(at)}" y1="30" y2="{y}"/>'
@@ -230,14 +243,15 @@ def main() -> None:
               f"{row['steps']:>3} steps, {len(arm):2} seeds: {', '.join(parts)}")
     print("\ndifferences in points after training\n")
     for what, a, b in COMPARISONS:
-        if all(name in arms for name in f"{a} {b}".replace("+", " ").split()):
-            for kind in ("sampled", "greedy", "gain"):
-                found = compare(arms, a, b, kind)
-                if found:
-                    print(f"{what:56} {kind:8} {line_of(found)}")
-    repairs = [compare(arms, f"{order}-rep", f"{order}-cal", "sampled") for order in ("o9", "o11")]
-    middle, half = over_both(repairs)
-    print(f"{'repaired - calibrated, both models':56} sampled  {middle:+.2f}, by inverse variance {half:.2f}")
+        for kind in ("sampled", "greedy", "gain"):
+            found = compare(arms, a, b, kind)
+            if found:
+                print(f"{what:56} {kind:8} {line_of(found)}")
+    print()
+    for what, first, second in (("calibrated - bf16, both at 2e-4", "cal", "bf16"), ("repaired - calibrated", "rep", "cal")):
+        both = [compare(arms, f"{order}-{first}", f"{order}-{second}", "sampled") for order in ("o9", "o11")]
+        middle, half = over_both(both)
+        print(f"{what + ', both models':56} sampled  {middle:+.2f}, by inverse variance {half:.2f}")
 
 
 if __name__ == "__main__":
