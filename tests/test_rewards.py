@@ -56,19 +56,18 @@ def boxed(answer):
     ("The final answer is $x=\\frac12$. I hope it is correct.", "x=\\frac12", "marker"),
     ("**Answer:** B", "B", "marker"), ("Final answer: The largest $n$ is 34.", "34", "marker"),
     ("The answer is 18 eggs because 16 + 2 = 18.", "18", "marker"),
-    ("He pays 3 + 4 = $7.50 in all.", "$7.50", "last_number"), ("It fell to -3 degrees", "-3", "last_number"),
-    ("pages 10-25", "25", "last_number"), ("it is either 5 or 6", None, "none"),
-    ("code AZYUK2A", None, "none"), ("", None, "none"), ("一共有3 + 10 = 13只鸟。", "13", "last_number"),
-    # a copied prompt: with the empty box of the instruction, no number of the question counts
+    ("Answer: He pays 3 + 4 = $7.50 in all.", "$7.50", "marker"), ("Answer: It fell to -3 degrees", "-3", "marker"),
+    ("Answer: pages 10-25", "25", "marker"), ("answer: 一共有3 + 10 = 13只鸟。", "13", "marker"),
+    ("we get 42", None, "none"), ("", None, "none"),
     ("Put your answer in \\boxed{}. What is 6*7? 42", None, "none"),
 ])
 def test_extraction(text, answer, rule):
-    assert extract(text, last_number=True) == (answer, rule)
+    assert extract(text) == (answer, rule)
 
 
-def test_last_number_can_be_turned_off():
-    assert extract("we get 42") == (None, "none")
-    assert extract("we get 42", last_number=True).answer == "42"
+def marked(text):
+    """The text, after a marker if it has none of its own."""
+    return text if re.search(r"box|answer|####", text, re.IGNORECASE) else f"Answer: {text}"
 
 
 @pytest.mark.parametrize("text", [
@@ -77,7 +76,7 @@ def test_last_number_can_be_turned_off():
 def test_several_answers_do_not_equal_one_of_them(text):
     """Another grader once accepted a list containing the gold answer."""
     for gold in ("5", "6"):
-        assert grade(text, gold, last_number=True).correct == 0
+        assert grade(marked(text), gold).correct == 0
 
 
 # Texts without a box that give neither 5 nor 6 as their answer.
@@ -104,7 +103,7 @@ The answer is neither 5 nor 6 | The roots are 5 and 6. | The roots are 5, 6.
 @pytest.mark.parametrize("text", [text.strip() for line in HEDGED.strip().split("\n") for text in line.split(" | ")])
 def test_hedged_numbers_are_not_answers(text):
     for gold in ("5", "6"):
-        assert grade(text, gold, last_number=True).correct == 0
+        assert grade(marked(text), gold).correct == 0
 
 
 def test_hedged_choices_are_not_answers():
@@ -118,14 +117,14 @@ def test_hedged_choices_are_not_answers():
     ("The answer is not 5 but 6", "6"), ("The answer is not 5, it is 6", "6"), ("The answer is $5$, not $6$", "5"),
     ("The answer is $6$, which is more than $5$", "6"), ("The difference between 8 and 3 is 5", "5"),
     ("The answer is 18 eggs because 9 and 9 is 18", "18"), ("The answer is **5** apples", "5"), ("so it is *5*", "5"),
-    ("more than enough money, so she keeps 5 dollars", "5"), ("12\n5 apples", "5"), ("half of 10 is 5", "5"),
+    ("more than enough money, so she keeps 5 dollars", "5"), ("half of 10 is 5", "5"),
     ("The sum of the two numbers is 5", "5"), ("The product equals 5", "5"), ("Total: 5 km per hour", "5"),
-    ("3 or 4 days make a total of 12 hours", "12"), ("The answer is 5 and we are done", "5"), ("the result - 5", "5"),
+    ("The answer is 5 and we are done", "5"), ("the result - 5", "5"),
     ("The answer is 5 (five)", "5"), ("Hence he is not late and arrives in 5 minutes", "5"),
     ("The answer is 20 m.", "20"), ("The answer is $20$ m.", "20"), ("The answer is 20 g of salt.", "20"),
     (r"\boxed{20\,\mathrm{g}}", "20")])
 def test_a_hedge_elsewhere_does_not_hide_the_answer(text, gold):
-    assert grade(text, gold, last_number=True).correct == 1
+    assert grade(marked(text), gold).correct == 1
 
 
 @pytest.mark.parametrize("text", [
@@ -138,7 +137,7 @@ def test_a_hedge_elsewhere_does_not_hide_the_answer(text, gold):
     "The answer is 5 quadrillion.", r"\boxed{5 \text{ is wrong}}", r"\boxed{\text{not } 5}"])
 def test_denied_or_doubted_answers_are_wrong(text):
     for gold in ("5", "6"):
-        assert grade(text, gold, last_number=True).correct == 0
+        assert grade(text, gold).correct == 0
 
 
 @pytest.mark.parametrize("text", [
@@ -150,10 +149,9 @@ def test_a_denial_elsewhere_does_not_hide_the_answer(text):
 
 
 def test_gsm8k_answers():
-    for text in ("... #### 1,234", "The answer is $1,234.00.", "So she earns $1234.",
-                 r"\boxed{1{,}234 \text{ dollars}}", "<answer>1234.0</answer>", "in total 1,234 dollars"):
-        assert grade(text, "1234", last_number=True).correct == 1, text
-    assert grade("They have ,", "1", last_number=True).answer is None
+    for text in ("... #### 1,234", "The answer is $1,234.00.", "Answer: So she earns $1234.",
+                 r"\boxed{1{,}234 \text{ dollars}}", "<answer>1234.0</answer>", "Answer: in total 1,234 dollars"):
+        assert grade(text, "1234").correct == 1, text
 
 
 # copied formulas ------------------------------------------------------------------------------------------------------
@@ -248,7 +246,7 @@ def test_adversarial_texts_take_less_than_100_ms(case):
     text, gold, want = ADVERSARIAL[case]
     for _ in range(3):                                         # best of 3, in CPU time
         start = time.process_time()
-        assert grade(text, gold, last_number=True).correct == want
+        assert grade(text, gold).correct == want
         seconds = time.process_time() - start
         if seconds < 0.1 * fuzz_rewards.slowness():
             return
