@@ -186,8 +186,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
-                                       "gptq", general.seed,
-                                       min(512, settings.rollout.max_new_tokens))
+                                       general.seed, min(512, settings.rollout.max_new_tokens))
         gather([])                               # the other ranks wait here
         folder = ModelFolder(calibrated)
     model = qwen.load(folder, base, device, None, tokenizer.vocab_size)

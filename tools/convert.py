@@ -38,13 +38,13 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
     device = choose_device(args.device, folder.path)
     folder.choose_base("nvfp4")                  # says what is lost of a merged adapter
     if not args.calibrate:
-        calibrate.to_nvfp4(calibrate.source_of(folder, device), args.out, "search")
+        calibrate.to_nvfp4(calibrate.source_of(folder, device), args.out)
         tell(args.out, f"{args.source} in NVFP4")
         return
     tokenizer = Tokenizer(folder.path, args.thinking)
     problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
     count = calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate,
-                                       device, "gptq", args.seed)
+                                       device, args.seed)
     tell(args.out, f"{args.source} in NVFP4, by answers to {count} problems of {args.data}")
 
 
