@@ -5,7 +5,7 @@ The folder of a run: who may write there, its logs, and crash-safe checkpoints.
           /metrics.jsonl, samples.jsonl            one line per step, one line per completion
           /held_out.jsonl                          one line per completion of an evaluation
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
-                                  /state.json            the counters, one SHA-256 of both files
+                                  /state.json            the counters
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
           /model/, models/NAME/                    model folders instead, with --train full
 
@@ -30,24 +30,24 @@ bit: noise, order and sampling are functions of the seed and the counters, so th
 generator whose state would have to be saved.
 
 A crash while saving leaves a complete new checkpoint or none (files.new_folder). The last two
-checkpoints are kept, in case the newest is damaged later.
+checkpoints are kept, in case the newest is damaged later. Then remove it, and --resume continues
+from the other.
 
 The copy takes 50 ms per step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
 """
-import hashlib
 import json
 import os
 import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 import env
 from files import (
@@ -60,7 +60,6 @@ from files import (
     read_log,
     write_json,
 )
-from harness.config import flags_to_repeat
 from ranks import RANK, broadcast, gather, say
 
 try:
@@ -136,27 +135,12 @@ def signals_wait() -> Iterator[None]:
 # -----------------------------------------------------------------------------
 # Whose folder it is
 
-@contextmanager
-def claimed(folder: Path, resume: bool) -> Iterator[None]:
-    """Reserves --out for this run until its process ends.
-
-    UserError if it is not empty or another process writes there. The block sets up the run. If it
-    fails, a new run leaves an empty folder: a calibrated base that it wrote there is removed.
-    """
-    if RANK == 0:
-        claim(folder, resume)
-    try:
-        yield
-    except BaseException:
-        if RANK == 0 and not resume:
-            shutil.rmtree(folder / "base", ignore_errors=True)
-        raise
-
-
 def claim(folder: Path, resume: bool) -> None:
-    """Creates a folder and locks it until the process ends. UserError if that fails, another run
-    has the lock, or the folder of a new run is not empty.
+    """Reserves --out for this run: rank 0 creates the folder and locks it until the process ends.
+    UserError if that fails, another run has the lock, or the folder of a new run is not empty.
     """
+    if RANK > 0:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -173,6 +157,8 @@ def claim(folder: Path, resume: bool) -> None:
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = ", or --resume it" if "run.json" in found else ""
+        if found == ["base"]:                    # the set-up of a run failed after its calibration
+            advice = f", and --model {folder / 'base'}, which is calibrated already"
         raise UserError(f"--out {folder} is not empty, it contains {found[0]}: choose another "
                         f"folder{advice}")
 
@@ -214,68 +200,49 @@ class Checkpoints:
     def save(self) -> None:
         """Writes the copy to disk. OSError leaves earlier checkpoints as they were."""
         final = self.folder / f"step_{self.counters['step']:06d}"
-        if final.exists():                       # this run wrote it, or load() found it intact
+        if final.exists():                       # this run wrote it, or load() read it
             return
         for cut_off in self.folder.glob(".step_*.????????"):     # new_folder's, after a kill
             shutil.rmtree(cut_off)
-        tensors = safetensors.torch.save(self.tensors)
         with new_folder(final) as folder:
-            (folder / "state.safetensors").write_bytes(tensors)
-            write_json(folder / "state.json",
-                       self.counters | {"sha256": digest(tensors, self.counters)})
+            data = safetensors.torch.save(self.tensors)
+            (folder / "state.safetensors").write_bytes(data)
+            write_json(folder / "state.json", self.counters)
         for old in checkpoints_in(self.folder)[:-2]:
             shutil.rmtree(old)
 
     def load(self) -> None:
-        """Fills the copy from the newest intact checkpoint, if there is one, and prints which.
+        """Fills the copy from the newest checkpoint, if there is one, and prints which.
 
-        Newer, damaged ones are renamed, so that they are neither lost nor tried again. Stopped,
-        with nothing changed, if the intact one does not belong to this run, or if none is intact
-        although the run has saved one.
+        Stopped, with nothing changed, if it is damaged or does not belong to this run, or if there
+        is none although the run has saved one.
         """
-        damaged = []
-        for folder in reversed(checkpoints_in(self.folder)):
-            try:
-                counters, tensors = read_checkpoint(folder)
-            except (OSError, ValueError, KeyError) as error:
-                say(f"{folder}: skipping damaged checkpoint: {error}")
-                damaged.append(folder)
-                continue
-            held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
-                            for part in (tensors, self.tensors))
-            if held != wanted:
-                raise Stopped(f"{folder}: is not a state of this run: tensor names, shapes or "
-                              "types differ", "")
-            for other in damaged:
-                other.rename(other.with_name(f"damaged_{other.name}_{time.time_ns()}"))
-            for name, t in tensors.items():
-                self.tensors[name].copy_(t)
-            self.counters = counters
-            say(f"{folder}: continuing from here")
-            return
-        # Somebody who deletes checkpoints to save space does not want the run to start over: that
-        # would empty the logs and replace the trained adapter with a new one.
+        found = checkpoints_in(self.folder)
         trained = self.folder.parent / self.result
-        if damaged or trained.exists():
-            raise Stopped(f"{self.folder}: no intact checkpoint: start a new run with "
-                          f"--{self.result} {trained}", "")
-        say(f"{self.folder}: no checkpoint, starting from step 0")
-
-
-def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:
-    """-> the counters and tensors of a checkpoint. OSError, ValueError or KeyError if it is
-    damaged.
-    """
-    counters = json.loads((folder / "state.json").read_bytes())
-    tensors = (folder / "state.safetensors").read_bytes()
-    if counters.pop("sha256") != digest(tensors, counters):
-        raise ValueError("its checksum does not match")
-    return counters, safetensors.torch.load(tensors)
-
-
-def digest(tensors: bytes, counters: dict) -> str:
-    """SHA-256 of a checkpoint: of the bytes of state.safetensors, then of its counters."""
-    return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
+        if not found and trained.exists():
+            # Somebody who deletes checkpoints to save space does not want the run to start over:
+            # that would empty the logs and replace the trained adapter with a new one.
+            raise Stopped(f"{self.folder}: no checkpoint: start a new run with --{self.result} "
+                          f"{trained}", "")
+        if not found:
+            say(f"{self.folder}: no checkpoint, starting from step 0")
+            return
+        newest = found[-1]
+        try:
+            counters = json.loads((newest / "state.json").read_bytes())
+            tensors = safetensors.torch.load((newest / "state.safetensors").read_bytes())
+        except (OSError, ValueError, SafetensorError) as error:
+            raise Stopped(f"{newest}: is damaged ({first_line(error)}): remove it to continue from "
+                          "the one before", "") from None
+        held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
+                        for part in (tensors, self.tensors))
+        if held != wanted:
+            raise Stopped(f"{newest}: is not a state of this run: tensor names, shapes or types "
+                          "differ", "")
+        for name, t in tensors.items():
+            self.tensors[name].copy_(t)
+        self.counters = counters
+        say(f"{newest}: continuing from here")
 
 
 # -----------------------------------------------------------------------------
@@ -356,15 +323,12 @@ class RunFolder:
         cannot. then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
-        words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
-        return f"{then} {shlex.join(words)}" if then and begun else ""
+        return f"{then} --out {shlex.quote(str(self.path))}" if then and begun else ""
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Cuts a log after its last line of a step before `step`. Prints a line if it is missing."""
+    """Cuts a log, if there is one, after its last line of a step before `step`."""
     if not path.exists():
-        if step:
-            say(f"{path} is missing: it restarts at step {step}")
         return
     kept = 0
     for row, end in read_log(path):

@@ -9,7 +9,6 @@ weights.
 """
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import math
 import os
@@ -29,9 +28,9 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from files import UserError, counted
+from files import UserError
 from harness import console, memory
-from harness.config import MAY_CHANGE, MAY_MOVE, Model, Objective, Rollout, Settings, without_places
+from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_places
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
@@ -54,8 +53,6 @@ class Progress:
     step: int = 0                                # completed steps
     cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
-    best: float = -1e9                           # best held-out accuracy, or mean of --reward
-    best_step: int = 0                           # whole steps done then; 0: before training
 
 
 @dataclass(frozen=True)
@@ -191,8 +188,7 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
         folder = ModelFolder(calibrated)
     model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
-    # A run that was killed before its first checkpoint starts from --adapter again. One whose
-    # checkpoints are all damaged is refused (Checkpoints.load).
+    # A run that was killed before its first checkpoint starts from --adapter again.
     continues = checkpoints_in(Path(general.out, "checkpoints"))
     if wanted.train == "full":
         full.attach(model)
@@ -271,17 +267,13 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
 
 def begin(run: Run) -> Progress:
     """Writes run.json, or reads a resumed run's checkpoint -> its Progress."""
-    general, before = run.settings.general, run.before
-    device = run.model.device
+    before, device = run.before, run.model.device
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
     about = env.provenance(hardware)
     counters = run.folder.start(before or run.flags | {"about": about}, before is not None)
     run.learner.restore(counters)
-    mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
-    digests = gather([hashlib.sha256(mine).hexdigest()])
-    assert len(set(digests)) == 1, "ranks start from different adapters"
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
     if before:
@@ -290,16 +282,10 @@ def begin(run: Run) -> Progress:
             if began_with != about[what]:
                 say(f"{what} was {began_with}, is now {about[what]}: results may differ from an "
                     "uninterrupted run")
-        changes = {name: run.flags[name] for name in (*MAY_CHANGE, "steps")
+        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
                    if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)
-        if "steps" in changes:
-            say(f"--steps was {before['steps']}, is now {general.steps}: the schedules of learning "
-                "rate and noise stretch, so both may rise again")
-    if progress.step >= general.steps:
-        say(f"{general.out} has completed its {counted(general.steps, 'step')}; to train longer: "
-            "--resume --steps N")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
     if device.type == "cuda":                    # console.farewell() prints that of training only
         torch.cuda.empty_cache()
