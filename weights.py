@@ -25,7 +25,7 @@ Adapters, in PEFT's folders, and what each was trained with:
 
     write_conditions(folder, training_conditions(...))
     tell_other_conditions(folder, conditions)    prints how they differ from training
-    check_trained_on(folder, model_folder)       refuses an adapter of another model
+    tell_other_model(folder, model_folder)       prints if the adapter is another model's
 
 Only plain LoRA on every linear is read: other PEFT variants compute something else from the same
 tensors.
@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import save, save_file
 
 import nvfp4
 from files import (
@@ -136,20 +136,15 @@ class ModelFolder:
                 + (", or the original model with --adapter" if merged else ""))
         return base or ("bf16" if trained else "nvfp4")
 
-    def sha256(self, linears: bool = True) -> str:
+    def sha256(self) -> str:
         """Identifies the weights. It covers the first 4,096 numbers of each tensor, since reading
         all of a 7B would take a minute.
-
-        linears False: only the embedding, norms and biases, rounded to bf16. Rounding a model to 4
-        bits or merging an adapter does not change these.
         """
         shards = Shards(self.path)
         digest = hashlib.sha256()
         for name in sorted(shards.names):
-            if linears or name.endswith(("norm.weight", ".bias", "embed_tokens.weight")):
-                some = shards.get(name).flatten()[:4096]
-                some = some if linears else some.bfloat16()
-                digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+            some = shards.get(name).flatten()[:4096]
+            digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -192,6 +187,14 @@ def read_config(path: Path) -> dict:
 # -----------------------------------------------------------------------------
 # Weights in
 
+def open_tensors(path: Path) -> safe_open:
+    """A safetensors file, for reading. UserError if it is cut off, OSError if it is missing."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:             # also if the header and the file's size disagree
+        raise UserError(f"{path}: is cut off, or not a safetensors file ({error})") from None
+
+
 class Shards:
     """The tensors of a folder: of model.safetensors, or of the files that
     model.safetensors.index.json names. names: tensor name -> file.
@@ -208,18 +211,12 @@ class Shards:
             files = read_json(index)["weight_map"].values()
         # Whatever an index says, it leads only to files in its own folder.
         paths = sorted({self.folder / Path(file).name for file in files})
-        self.names = {name: path for path in paths for name in self._open(path).keys()}
-
-    def _open(self, path):
-        try:
-            return safe_open(path, framework="pt")
-        except SafetensorError as error:         # also if the header and the file's size disagree
-            raise UserError(f"{path}: is cut off, or not a safetensors file ({error})") from None
+        self.names = {name: path for path in paths for name in open_tensors(path).keys()}
 
     def _file_with(self, name):
         if name not in self.names:
             raise UserError(f"{self.folder}: has no tensor {name} in its safetensors files")
-        return self._open(self.names[name])
+        return open_tensors(self.names[name])
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """A tensor as it is stored. UserError if no file has it. Its file is mapped into memory
@@ -288,12 +285,6 @@ class WeightReader(Shards):
         if unused:
             raise UserError(f"{self.folder}: contains {len(unused)} tensors that config.json does "
                             f"not explain, the first is {min(unused)}")
-        # Some programs would compute with the file's head, others with the embedding.
-        head, embed = "lm_head.weight", "model.embed_tokens.weight"
-        if self.config.get("tie_word_embeddings") and head in self.names and not torch.equal(
-                self.get(head), self.get(embed)):
-            raise UserError(f"{self.folder}: tie_word_embeddings is true, but {head} differs from "
-                            f"{embed}: remove it, or set false in config.json")
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         """A floating-point tensor of this shape, in its stored type. UserError if it has another
@@ -522,10 +513,8 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
     """
     adapter = read_peft_config(folder)
     file = Path(folder) / "adapter_model.safetensors"
-    try:
-        tensors = load(file.read_bytes())
-    except SafetensorError as error:
-        raise UserError(f"{file}: is cut off, or not a safetensors file ({error})") from None
+    opened = open_tensors(file)
+    tensors = {name: opened.get_tensor(name) for name in opened.keys()}
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
             raise UserError(f"{file}: {name} contains NaN or infinity")
@@ -541,8 +530,7 @@ TRAINED_WITH = "trained_with.json"               # next to PEFT's files; other p
 def training_conditions(model: ModelFolder, base: str, prompt_style: str,
                         thinking: str) -> dict[str, str | None]:
     """What an adapter depends on besides the model: the format of the frozen weights, how their
-    codes were calibrated (None: they were not), the prompts, and --thinking. Training adds
-    model_sha256, which check_trained_on() compares.
+    codes were calibrated (None: they were not), the prompts, and --thinking.
     """
     return {"base": base, "calibration": model.config.get("calibration"),
             "prompt_style": prompt_style, "thinking": thinking}
@@ -571,14 +559,10 @@ def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]
                 f"not {short_repr(value)}")
 
 
-def check_trained_on(adapter: str | Path, model: ModelFolder) -> None:
-    """UserError if an adapter was trained on another model of the same shapes: Qwen2.5, -Coder and
-    -Math share theirs. Only prints a line if the names differ, since models are copied and
-    converted.
+def tell_other_model(adapter: str | Path, model: ModelFolder) -> None:
+    """Prints a line if an adapter was trained on a model of another name, which may have the same
+    shapes: Qwen2.5, -Coder and -Math share theirs. No error, since models are copied and converted.
     """
     named = read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path")
-    digest = read_conditions(adapter).get("model_sha256")
-    if digest and digest != model.sha256(linears=False):
-        raise UserError(f"{adapter} was trained on another model, {named}, not on {model.name}")
     if named and Path(named).name != Path(model.name).name:
         say(f"{adapter} was trained on {named}, not on {model.name}")

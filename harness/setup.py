@@ -99,7 +99,6 @@ def prepare(settings: Settings, before: dict | None) -> Run:
         check_unchanged(before, flags)
     conditions = training_conditions(model.folder, settings.model.base,
                                      settings.data.prompt_style, settings.data.thinking)
-    conditions["model_sha256"] = model.folder.sha256(linears=False)
     if settings.model.adapter:
         tell_other_conditions(settings.model.adapter, conditions)
     optim = settings.optim

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import FP32, adapted, attach_to_some
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import config_json, random_tensors, write_folder
+from tiny_qwen2 import config_json, write_folder
 
 from files import UserError
 from lora import attach, load_adapter, save_adapter
@@ -142,22 +142,12 @@ def test_calibration_is_a_training_condition(tmp_path):
     assert training_conditions(ModelFolder(tmp_path), "nvfp4", "plain", "off")["calibration"] == "KL 0.01"
 
 
-@pytest.mark.parametrize("knows_digest", [True, False])
-@pytest.mark.parametrize("same_model", [True, False])
 @pytest.mark.parametrize("same_name", [True, False])
-def test_adapter_of_another_model_with_equal_shapes(tiny, tmp_path, capsys, knows_digest, same_model, same_name):
-    """A different digest is an error. A different name is only a warning: the model may have been copied."""
+def test_adapter_of_a_model_of_another_name_is_reported(tiny, tmp_path, capsys, same_name):
     case, adapter = tiny["tied"], tmp_path / "adapter"
     model, _ = adapted(case)
     save_adapter(model, adapter)
-    if knows_digest:
-        write_conditions(adapter, {"model_sha256": model.folder.sha256(linears=False)})
-    tensors = case.tensors if same_model else random_tensors(case.raw, seed=1)
     name = case.folder.name if same_name else "another"
-    other = load(write_folder(tmp_path / name, case.raw, tensors), base="nvfp4", device="cpu")
-    if knows_digest and not same_model:
-        with pytest.raises(UserError, match=f"{adapter} was trained on another model, .*{case.folder.name}"):
-            load_adapter(other, adapter)
-        return
+    other = load(write_folder(tmp_path / name, case.raw, case.tensors), base="nvfp4", device="cpu")
     load_adapter(other, adapter)
     assert ("trained on" in capsys.readouterr().out) == (not same_name)

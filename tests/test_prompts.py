@@ -151,8 +151,7 @@ def test_decode_inverts_encode_and_drops_end_token(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    None, lambda text: text[:100], lambda text: text.replace("<|im_start|>", "<s>"),
-    lambda text: text.replace('"id": 257', '"id": 1000000000')])             # the library would renumber it
+    None, lambda text: text[:100], lambda text: text.replace("<|im_start|>", "<s>")])
 def test_wrong_tokenizer_file_is_named(tmp_path, change):
     save_tokenizer(tmp_path, TEMPLATES["instruct"])
     path = tmp_path / "tokenizer.json"
