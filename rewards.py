@@ -172,7 +172,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
         }
         if plug_in:
             first = i - i % group_size
-            parts = plug_in(text, problem, texts[first:first + group_size],
+            parts = plug_in(text, problem, group=texts[first:first + group_size],
                             length=found["length"], finished=found["finished"])
             found["parts"] = parts
             found["task"] = sum(value for name, value in parts.items() if name != "shaping")

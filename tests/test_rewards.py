@@ -5,12 +5,10 @@ of answers is tested in test_answers.py.
 python -m pytest tests/test_rewards.py -q
 """
 import math
-import os
 import re
 import shutil
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -315,7 +313,7 @@ def test_thinking_opened_by_the_prompt(style, completion, correct, form, rule):
     assert row["completion"] == completion                                # what the model wrote
 
 
-SOURCE = '''import os
+SOURCE = '''
 def length(completion, problem):
     return len(completion)
 
@@ -327,10 +325,6 @@ def unscorable(completion, problem):
 
 def largest(completion, problem):
     return -1e15
-
-def wanders(completion, problem):
-    os.chdir("/")
-    return 1 / len(completion)
 
 number = 3
 
@@ -407,22 +401,6 @@ def test_examples_can_be_loaded(plug_ins, monkeypatch, tmp_path_factory):
     assert load_function("mine:length", "--reward")("abc", "x") == 3.0
 
 
-def test_no_code_is_loaded_from_a_run_folder(plug_ins, monkeypatch, tmp_path_factory):
-    """A run may come from somebody else. Tried from inside it, from below it, and by links into it."""
-    stolen, home = plug_ins / "stolen", tmp_path_factory.mktemp("home")
-    (stolen / "below").mkdir(parents=True)
-    (stolen / "run.json").touch()
-    (home / "linked.py").symlink_to(stolen / "evil.py")
-    (stolen / "out.py").symlink_to(plug_ins / "mine.py")
-    for folder in (stolen, stolen / "below"):
-        (folder / "evil.py").write_text("open('ran', 'w')\ndef f(completion, problem):\n    return 1\n")
-    for folder, name in ((stolen, "evil:f"), (stolen / "below", "evil:f"), (home, "linked:f"), (stolen, "out:length")):
-        monkeypatch.chdir(folder)
-        with pytest.raises(UserError, match="run.json"):
-            load_function(name, "--reward")
-    assert not list(plug_ins.rglob("ran")) and not list(home.rglob("ran"))
-
-
 def test_a_reward_gets_length_and_finished_by_name(plug_ins):
     first, second = graded_by("economical", [[0, 1, 1], [1]], [True, False])
     assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
@@ -435,15 +413,15 @@ def written(folder, returned, parameters="completion, problem"):
 
 
 @pytest.mark.parametrize("parameters", [
-    "completion", "completion, problem, group, more", "completion, problem, *, tokens"])
+    "completion", "completion, problem, group, more", "completion, problem, *, tokens", "length, problem"])
 def test_a_reward_with_other_parameters_is_refused(plug_ins, parameters):
     with pytest.raises(UserError, match="^--reward one:f: is called as function.completion, problem."):
         written(plug_ins, "1", parameters)
 
 
 def test_a_reward_gets_the_problem_and_the_group(plug_ins):
-    assert Reward("mine:length")("abc", PROBLEM, ["abc", "d"]) == {"reward": 3.0}
-    assert Reward("mine:asks")("abc", PROBLEM, ["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
+    assert Reward("mine:length")("abc", PROBLEM) == {"reward": 3.0}
+    assert Reward("mine:asks")("abc", PROBLEM, group=["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
 
 
 @pytest.mark.parametrize("returned,words", [
@@ -457,24 +435,16 @@ def test_a_reward_gets_the_problem_and_the_group(plug_ins):
     ("__import__('torch').zeros(2)", "returned tensor")])
 def test_errors_in_a_reward_name_line_and_completion(plug_ins, returned, words):
     with pytest.raises(Stopped, match=f"^--reward one:f: {words}.*problem p1, completion ''"):
-        written(plug_ins, returned)("", PROBLEM, [""])
+        written(plug_ins, returned)("", PROBLEM)
 
 
 def test_nan_and_the_largest_reward(plug_ins):
-    parts = Reward("mine:unscorable")("", PROBLEM, [""])
+    parts = Reward("mine:unscorable")("", PROBLEM)
     assert parts["good"] == 1 and math.isnan(parts["bad"])
-    assert Reward("mine:largest")("", PROBLEM, [""]) == {"reward": -1e15}
+    assert Reward("mine:largest")("", PROBLEM) == {"reward": -1e15}
     rewards = torch.tensor([-1e15, 1e15] * 500)                           # their squares fit into fp32
     assert torch.equal(group_advantages(rewards, 1000, "group").sign(), rewards.sign())
     assert group_advantages(rewards, 1000, "group").abs().allclose(torch.ones(1000), rtol=1e-2)
-
-
-@pytest.mark.parametrize("completion", ["a", ""])
-def test_a_reward_may_change_the_working_directory(plug_ins, completion):
-    """The run's relative paths must stay where they are."""
-    with pytest.raises(Stopped) if not completion else nullcontext():
-        Reward("mine:wanders")(completion, PROBLEM, [completion])
-    assert os.getcwd() == str(plug_ins)
 
 
 def graded_by(name, completions=([0], [1]), finished=(True, True)):
