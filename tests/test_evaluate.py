@@ -30,7 +30,7 @@ BASIC = ["--data", "arithmetic", "--prompt-style", "plain", "--max-new-tokens", 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_of_arithmetic():
-    """Cuts --data arithmetic from 4,096 problems to 200, which load faster."""
+    """Cuts --data arithmetic to 200 problems, which load faster."""
     with pytest.MonkeyPatch.context() as patch:
         few = functools.partial(tasks.problems.arithmetic, count=200)
         patch.setattr(tasks.problems, "arithmetic", functools.cache(few))
