@@ -195,9 +195,9 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
 # Answers
 
 def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
-           reward: plugin.Reward | None) -> tuple[list[dict], float]:
-    """-> the rows of all answers, in the order of the problems; the share of idle rows. A problem's
-    rows go to --out when its last answer is finished.
+           reward: plugin.Reward | None) -> list[dict]:
+    """-> the rows of all answers, in the order of the problems. A problem's rows go to --out when
+    its last answer is finished.
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
@@ -230,11 +230,11 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
     # miniters=0: tokens/s is redrawn even while no answer ends. disable=None: no bar in a file.
     with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, miniters=0,
               dynamic_ncols=True, disable=None) as bar:
-        idle = sampler.generate(prompts, args.samples, sampling, progress=progress).idle
+        sampler.generate(prompts, args.samples, sampling, progress=progress)
     rows = [row for i in sorted(done) for row in done[i]]
     if args.out:                                 # so far in the order in which they ended
         write_atomically(args.out, "".join(map(json_line, rows)).encode())
-    return rows, idle
+    return rows
 
 
 # -----------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in value.items())
         elif isinstance(value, float):
-            share = "@" in name or name in ("format", "truncated", "idle")
+            share = "@" in name or name in ("format", "truncated")
             value = f"{100 * value:.1f} %" if share else f"{value:.4g}"
         print(f"{name:15} {value}")
     if not sys.stdout.isatty():
@@ -286,9 +286,9 @@ def main() -> None:
         sampler = Sampler(model, longest + args.max_new_tokens,
                           min(args.max_rows, len(problems) * args.samples))
         before = time.perf_counter()
-        rows, idle = answer(args, tokenizer, problems, sampler, reward)
+        rows = answer(args, tokenizer, problems, sampler, reward)
         seconds = time.perf_counter() - before
-        figures = figures_of(args, rows) | {"idle": idle, "seconds_sample": seconds,
+        figures = figures_of(args, rows) | {"seconds_sample": seconds,
                                             "seconds": time.perf_counter() - began}
         figures["tokens_per_s"] = figures["tokens"] / seconds
         print_result(figures, vars(args), device)

@@ -255,8 +255,8 @@ def read_flags() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=COMMANDS)
-    add("--model", choices=SIZES, default="7b", metavar="SIZE", type=lambda name:
-        name.removeprefix("random:"), help=f"{', '.join(SIZES)} (default: 7b)")
+    add("--model", choices=SIZES, default="7b", metavar="SIZE", help=f"{', '.join(SIZES)} "
+        "(default: 7b)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], metavar="N",
         help="linears: numbers of rows of x (default: 1 8 16 32 64 128 256)")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
