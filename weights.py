@@ -23,7 +23,7 @@ Adapters, in PEFT's folders, and what each was trained with:
     adapter, tensors = read_peft(folder)         rank and alpha; the tensors
     adapter = read_peft_config(folder)           without the tensors
 
-    write_conditions(folder, training_conditions(...))
+    write_json(folder / TRAINED_WITH, training_conditions(...))
     tell_other_conditions(folder, conditions)    prints how they differ from training
     tell_other_model(folder, model_folder)       prints if the adapter is another model's
 
@@ -377,25 +377,54 @@ def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
 
+class Part(NamedTuple):
+    """One tensor of a model.Qwen, which may fuse several of Hugging Face's."""
+    owner: torch.nn.Module                       # the tensor is getattr(owner, attribute)
+    attribute: str
+    names: list[str]                             # Hugging Face's
+    rows: tuple[int, ...]                        # of each of these
+    shape: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.attribute != "qk_gains" and len(self.shape) == 2
+
+    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """A tensor of this shape -> (Hugging Face's name, tensor) of what is fused in it."""
+        for name, piece in zip(self.names, tensor.split(self.rows)):
+            yield name, piece if self.is_matrix else piece.flatten()
+
+
+def parts_of(model: torch.nn.Module) -> Iterator[Part]:
+    """All weights of a model.Qwen: first the matrices, then norms and biases."""
+    c = model.config
+    yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.width))
+    if not c.tied:
+        yield Part(model, "lm_head", ["lm_head.weight"], (c.vocab,), (c.vocab, c.width))
+    for layer in model.layers:
+        for attribute in ("qkv", "o", "gate_up", "down"):
+            linear = getattr(layer, attribute)
+            names = [f"{name}.weight" for name in linear.names]
+            yield Part(layer, attribute, names, linear.parts, (linear.weight.N, linear.weight.K))
+    yield Part(model.final_norm, "weight", ["model.norm.weight"], (c.width,), (c.width,))
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}"
+        for norm, name in ((layer.input_norm, "input"), (layer.post_norm, "post_attention")):
+            yield Part(norm, "weight", [f"{prefix}.{name}_layernorm.weight"], (c.width,),
+                       (c.width,))
+        if layer.qkv_bias is not None:
+            names = [f"{prefix}.self_attn.{s}_proj.bias" for s in "qkv"]
+            yield Part(layer, "qkv_bias", names, layer.qkv.parts, (sum(layer.qkv.parts),))
+        if layer.qk_gains is not None:
+            names = [f"{prefix}.self_attn.{s}_norm.weight" for s in "qk"]
+            yield Part(layer, "qk_gains", names, (1, 1), (2, c.head_dim))
+
+
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, tensor) of a model.Qwen, with its adapter merged in fp32."""
-    yield "model.embed_tokens.weight", model.embed
-    for i, layer in enumerate(model.layers):
-        prefix = f"model.layers.{i}."
-        yield prefix + "input_layernorm.weight", layer.input_norm.weight
-        yield prefix + "post_attention_layernorm.weight", layer.post_norm.weight
-        if layer.qkv_bias is not None:
-            for name, bias in zip("qkv", layer.qkv_bias.split(layer.qkv.parts)):
-                yield f"{prefix}self_attn.{name}_proj.bias", bias
-        if layer.qk_gains is not None:
-            for name, gain in zip("qk", layer.qk_gains):
-                yield f"{prefix}self_attn.{name}_norm.weight", gain
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            for name, weight in zip(linear.names, linear.merged().split(linear.parts)):
-                yield name + ".weight", weight
-    yield "model.norm.weight", model.final_norm.weight
-    if not model.config.tied:
-        yield "lm_head.weight", model.lm_head
+    for part in parts_of(model):
+        held = getattr(part.owner, part.attribute)
+        yield from part.split(held if isinstance(held, torch.Tensor) else held.merged())
 
 
 def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: Path,
@@ -536,23 +565,13 @@ def training_conditions(model: ModelFolder, base: str, prompt_style: str,
             "prompt_style": prompt_style, "thinking": thinking}
 
 
-def write_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Writes training_conditions() into an adapter's folder."""
-    write_json(Path(adapter) / TRAINED_WITH, conditions)
-
-
-def read_conditions(adapter: str | Path) -> dict[str, str | None]:
-    """What write_conditions() wrote; {} if the file is absent, as in another program's adapter."""
-    path = Path(adapter) / TRAINED_WITH
-    return read_json(path) if path.exists() else {}
-
-
 def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
     """Prints what differs from an adapter's training. That may be intended, but costs accuracy.
 
     conditions: all or some of training_conditions().
     """
-    trained = read_conditions(adapter)
+    path = Path(adapter) / TRAINED_WITH
+    trained = read_json(path) if path.exists() else {}           # another program's adapter
     for key, value in conditions.items():
         if trained.get(key, value) != value:
             say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, "

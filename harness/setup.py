@@ -28,7 +28,7 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from files import UserError
+from files import UserError, write_json
 from harness import console, memory
 from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_places
 from harness.console import Watch
@@ -39,12 +39,7 @@ from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
 from sampler import KV_BLOCK, Sampler, TorchEngine
 from tasks import plugin
-from weights import (
-    ModelFolder,
-    tell_other_conditions,
-    training_conditions,
-    write_conditions,
-)
+from weights import TRAINED_WITH, ModelFolder, tell_other_conditions, training_conditions
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
-        write_conditions(folder, conditions)
+        write_json(folder / TRAINED_WITH, conditions)
 
     def write_model(tensors, folder):
         full.save(model, tensors["master"].cpu(), folder)

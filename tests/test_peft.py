@@ -16,10 +16,10 @@ from helpers import FP32, adapted, attach_to_some
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import config_json, write_folder
 
-from files import UserError
+from files import UserError, write_json
 from lora import attach, load_adapter, save_adapter
 from model import load
-from weights import ModelFolder, tell_other_conditions, training_conditions, write_conditions
+from weights import TRAINED_WITH, ModelFolder, tell_other_conditions, training_conditions
 
 HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
@@ -129,7 +129,7 @@ def test_adapter_reports_different_training_conditions(tiny, tmp_path, capsys):
     save_adapter(adapted(tiny["untied"])[0], tmp_path)
     other = {"base": "bf16", "calibration": "KL 0.01", "prompt_style": "tags", "thinking": "on"}
     tell_other_conditions(tmp_path, other)
-    write_conditions(tmp_path, trained)
+    write_json(tmp_path / TRAINED_WITH, trained)
     tell_other_conditions(tmp_path, trained)
     assert capsys.readouterr().out == ""
     tell_other_conditions(tmp_path, other)
