@@ -79,8 +79,6 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
     folder, tokenizer, problems, held_out = read_problems(settings)
     console.greet(settings, problems, held_out, device)
-    if device.type == "cuda":
-        say(f"on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
     flags = without_places(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out)

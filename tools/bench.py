@@ -54,7 +54,6 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
     "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
-LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
 TRAFFIC = 400e6                                  # bytes of weights per graph: 7 times an H200's L2
 BYTES = 0.5625                                   # of an NVFP4 weight
@@ -78,7 +77,7 @@ def random_model(size: str, base: str, lora_rank: int) -> qwen.Qwen:
         return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
     model = qwen.Qwen(shape, get, frozen, dtype, f"random-{size}")
-    model.live_vocab = min(shape.vocab, LIVE_VOCAB_QWEN3 if shape.qk_norm else LIVE_VOCAB)
+    model.live_vocab = min(shape.vocab, LIVE_VOCAB)
     if lora_rank:
         adapter = attach(model, rank=lora_rank, alpha=lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
