@@ -110,7 +110,7 @@ class Tokenizer:
     thinking: "on" or "off", as --thinking; UserError for what the chat template rules out.
 
     end_ids: the tokens that end a completion. vocab_size: the number of ids that are tokens; a
-    model's embedding may have more rows. thinks: whether the model can think before it answers.
+    model's embedding may have more rows.
     opened: "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this
     text, so code that looks for the answer in a completion prepends `opened`.
     """
@@ -160,7 +160,6 @@ class Tokenizer:
             raise UserError(f"--thinking {thinking}: the chat_template in {self.template.path} "
                             f"says that the model {why}: use --thinking {next(iter(asked))}")
         self.thinking = thinking
-        self.thinks = "on" in asked
         self.opened = opened[thinking]
 
     def encode(self, text: str) -> list[int]:

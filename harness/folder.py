@@ -11,7 +11,7 @@ The folder of a run: who may write there, its logs, and crash-safe checkpoints.
 
 Training changes its tensors in place, one after the other, in the middle of a step. Saved at that
 point, half of them would belong to one step and half to the next. So at the end of each step
-`Checkpoints` copies them to host memory, and files are written only from that copy:
+`RunFolder` copies them to host memory, and files are written only from that copy:
 
     |<------------------ step 7 ------------------>|<------------------ step 8 -----------
     | sample, score, update | logs | copy | (save) | sample, score, update | logs | copy | ...
@@ -60,7 +60,7 @@ from files import (
     read_log,
     write_json,
 )
-from ranks import RANK, broadcast, gather, say
+from ranks import RANK, say
 
 try:
     import fcntl
@@ -163,9 +163,6 @@ def claim(folder: Path, resume: bool) -> None:
                         f"folder{advice}")
 
 
-# -----------------------------------------------------------------------------
-# Checkpoints
-
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folders of all checkpoints, in the order of their steps. A user's copy under a longer
     name does not count.
@@ -174,41 +171,92 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-class Checkpoints:
-    """The last complete step in memory, and its way to disk and back.
+# -----------------------------------------------------------------------------
+# The folder
 
-    tensors: name -> copy on the host; counters: name -> number (or anything that JSON preserves),
-    {} before the first complete step. result: see RunFolder.
+class RunFolder:
+    """Everything that a run writes, on rank 0 only, and the copy of its last complete step.
+
+    live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
+    result: the name of what is trained, "adapter", or "model" if the files are a full model.
+
+    copies: name -> copy of a live tensor on the host; counters: name -> number (or anything that
+    JSON preserves), {} before the first complete step.
     """
 
-    def __init__(self, folder: Path, live: Tensors, result: str = "adapter"):
-        self.folder = folder
+    def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None],
+                 result: str = "adapter"):
+        self.path = path
+        self.live = live
+        self.write_adapter = write_adapter
         self.result = result
+        self.checkpoints = path / "checkpoints"
         # Pinned memory lets the GPU copy into it directly, at the full speed of the bus.
-        self.tensors = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                        for name, t in live.items()}
+        self.copies = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                       for name, t in live.items()}
         self.counters = {}
+        self.run_json = {}                       # the content of run.json, set by start()
 
-    def snapshot(self, live: Tensors, counters: dict) -> None:
-        """Copies the live tensors and the counters at the end of a step."""
+    def start(self, run_json: dict, resume: bool) -> dict:
+        """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into the
+        live tensors and cuts the logs back to it. Returns the checkpoint's counters, {} if there
+        is none.
+
+        run_json: the file's new content; for a resumed run its present content.
+        """
+        self.run_json = run_json
+        if not resume:
+            self.note()
+            return {}
+        self.load()                              # on every rank
+        if RANK == 0:
+            for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+                trim_log(self.path / name, self.counters.get("step", 0))
+        if self.counters:
+            for name, t in self.copies.items():
+                self.live[name].copy_(t)
+            self.save()                          # a kill may have come between state and adapter/
+        return self.counters
+
+    def log(self, name: str, objects: list[dict]) -> None:
+        """Appends lines to a log. They are on disk before the checkpoint of their step."""
+        if RANK == 0:
+            append_lines(self.path / name, objects)
+
+    def snapshot(self, counters: dict) -> None:
+        """Copies the live tensors and the counters at the end of a step. If the run ends after
+        this, this step is what it saves.
+        """
         # A tuple would come back as a list. Large state belongs in the tensors.
         assert json.loads(json.dumps(counters)) == counters, f"JSON would change {counters}"
-        for name, t in live.items():
-            self.tensors[name].copy_(t)
+        for name, t in self.live.items():
+            self.copies[name].copy_(t)
         self.counters = dict(counters)
 
-    def save(self) -> None:
+    def save(self) -> str:
+        """Writes the last complete step's checkpoint and adapter/. OSError if the disk is full.
+
+        -> a part of the message with which a run ends: which step is saved.
+        """
+        if not self.counters:
+            return "nothing was changed"
+        if RANK == 0:
+            self.save_checkpoint()
+            self.write_adapter(self.copies, self.path / self.result)
+        return f"step {self.counters['step']} is saved"
+
+    def save_checkpoint(self) -> None:
         """Writes the copy to disk. OSError leaves earlier checkpoints as they were."""
-        final = self.folder / f"step_{self.counters['step']:06d}"
+        final = self.checkpoints / f"step_{self.counters['step']:06d}"
         if final.exists():                       # this run wrote it, or load() read it
             return
-        for cut_off in self.folder.glob(".step_*.????????"):     # new_folder's, after a kill
+        for cut_off in self.checkpoints.glob(".step_*.????????"):    # new_folder's, after a kill
             shutil.rmtree(cut_off)
         with new_folder(final) as folder:
-            data = safetensors.torch.save(self.tensors)
+            data = safetensors.torch.save(self.copies)
             (folder / "state.safetensors").write_bytes(data)
             write_json(folder / "state.json", self.counters)
-        for old in checkpoints_in(self.folder)[:-2]:
+        for old in checkpoints_in(self.checkpoints)[:-2]:
             shutil.rmtree(old)
 
     def load(self) -> None:
@@ -217,15 +265,15 @@ class Checkpoints:
         Stopped, with nothing changed, if it is damaged or does not belong to this run, or if there
         is none although the run has saved one.
         """
-        found = checkpoints_in(self.folder)
-        trained = self.folder.parent / self.result
+        found = checkpoints_in(self.checkpoints)
+        trained = self.path / self.result
         if not found and trained.exists():
             # Somebody who deletes checkpoints to save space does not want the run to start over:
             # that would empty the logs and replace the trained adapter with a new one.
-            raise Stopped(f"{self.folder}: no checkpoint: start a new run with --{self.result} "
-                          f"{trained}", "")
+            raise Stopped(f"{self.checkpoints}: no checkpoint: start a new run with "
+                          f"--{self.result} {trained}", "")
         if not found:
-            say(f"{self.folder}: no checkpoint, starting from step 0")
+            say(f"{self.checkpoints}: no checkpoint, starting from step 0")
             return
         newest = found[-1]
         try:
@@ -235,77 +283,14 @@ class Checkpoints:
             raise Stopped(f"{newest}: is damaged ({first_line(error)}): remove it to continue from "
                           "the one before", "") from None
         held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
-                        for part in (tensors, self.tensors))
+                        for part in (tensors, self.copies))
         if held != wanted:
             raise Stopped(f"{newest}: is not a state of this run: tensor names, shapes or types "
                           "differ", "")
         for name, t in tensors.items():
-            self.tensors[name].copy_(t)
+            self.copies[name].copy_(t)
         self.counters = counters
         say(f"{newest}: continuing from here")
-
-
-# -----------------------------------------------------------------------------
-# The folder
-
-class RunFolder:
-    """Everything that a run writes, on rank 0 only.
-
-    live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
-    result: the name of what is trained, "adapter", or "model" if the files are a full model.
-    """
-
-    def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None],
-                 result: str = "adapter"):
-        self.path = path
-        self.live = live
-        self.write_adapter = write_adapter
-        self.result = result
-        self.checkpoints = Checkpoints(path / "checkpoints", live, result)
-        self.run_json = {}                       # the content of run.json, set by start()
-
-    def start(self, run_json: dict, resume: bool) -> dict:
-        """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into
-        every rank's live tensors and cuts the logs back to it. Returns the checkpoint's counters,
-        {} if there is none.
-
-        run_json: the file's new content; for a resumed run its present content.
-        """
-        self.run_json = run_json
-        if RANK == 0 and resume:
-            self.checkpoints.load()
-            for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
-                trim_log(self.path / name, self.checkpoints.counters.get("step", 0))
-        elif RANK == 0:
-            self.note()
-        counters = gather([self.checkpoints.counters])[0]
-        if counters:
-            for name, t in self.checkpoints.tensors.items():
-                self.live[name].copy_(broadcast(t))
-            self.save()                          # a kill may have come between state and adapter/
-        return counters
-
-    def log(self, name: str, objects: list[dict]) -> None:
-        """Appends lines to a log. They are on disk before the checkpoint of their step."""
-        if RANK == 0:
-            append_lines(self.path / name, objects)
-
-    def snapshot(self, counters: dict) -> None:
-        """Copies the live tensors. If the run ends after this, this step is what it saves."""
-        self.checkpoints.snapshot(self.live, counters)
-
-    def save(self) -> str:
-        """Writes the last complete step's checkpoint and adapter/. OSError if the disk is full.
-
-        -> a part of the message with which a run ends: which step is saved.
-        """
-        last = self.checkpoints
-        if not last.counters:
-            return "nothing was changed"
-        if RANK == 0:
-            last.save()
-            self.write_adapter(last.tensors, self.path / self.result)
-        return f"step {last.counters['step']} is saved"
 
     def keep_adapter(self, name: str) -> None:
         """Writes the live tensors as adapters/NAME, which no save replaces."""

@@ -464,7 +464,7 @@ def test_evaluation_before_training_at_intervals_and_at_the_end(runs):
 
 
 def kill_in_first_checkpoint():
-    folder_py.Checkpoints.save = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    folder_py.RunFolder.save_checkpoint = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -556,8 +556,8 @@ KILLS = {
     "after them": ("harness.folder", "append_lines", 1, True),
     "before the logs": ("harness.folder", "append_lines", 2, False),
     "between the logs": ("harness.folder", "append_lines", 3, False),
-    "before the snapshot": ("harness.folder", "Checkpoints.snapshot", 3, False),
-    "before the save": ("harness.folder", "Checkpoints.save", 1, False),
+    "before the snapshot": ("harness.folder", "RunFolder.snapshot", 3, False),
+    "before the save": ("harness.folder", "RunFolder.save_checkpoint", 1, False),
     "in the save": ("harness.folder", "new_folder", 1, True),
     "before the rename": ("pathlib", "Path.rename", 1, False),
     "after the rename": ("pathlib", "Path.rename", 1, True),
@@ -612,7 +612,7 @@ def stop_before_reading():
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    folder_py.Checkpoints.load = load
+    folder_py.RunFolder.load = load
 
 
 def stop_after_reading():

@@ -34,7 +34,6 @@ import torch
 import grpo
 import model as qwen
 import nvfp4
-from attention import lay_out
 from files import UserError
 from harness import memory
 from harness.config import Rollout, add_flag, number
@@ -231,12 +230,9 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
         assert not done.failure, done.failure
         torch.cuda.synchronize()
         ended = time.perf_counter()
-    rows = [row.prompt + row.completion for row in rollouts.rows]
-    starts = [len(prompt) for prompt in rollouts.prompts]
     yield {"seconds": ended - began, "rollout": sampled - began, "update": ended - sampled,
-           "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
-           "learner_computed": len(lay_out(rows, starts).tokens),
-           "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
+           "tokens": rollouts.num_tokens, "idle": rollouts.idle, "samples": len(rollouts.rows),
+           "gpus": WORLD,
            "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_layers,
            "kv_gib": sampler.engine.kv.nbytes / 2**30,
            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
