@@ -75,8 +75,10 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
         given = [name for name in asked if getattr(args, name, "unused") is not None]
         config.require_repeated(asked, given, f"{args.run}/run.json")
+        # A run that trained all weights has no adapter.
+        adapter = str(Path(args.run) / "adapter") if run.model.train == "lora" else None
         parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
-                            adapter=run_adapter(args.run, run), kernels=run.memory.kernels,
+                            adapter=adapter, kernels=run.memory.kernels,
                             max_new_tokens=run.rollout.max_new_tokens, **asked)
         args = parser.parse_args()
     if args.model is None:
@@ -85,11 +87,6 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     if args.adapter == "none":
         args.adapter = None
     return args, run
-
-
-def run_adapter(folder: str, run: Settings) -> str | None:
-    """The adapter of a run; None if it trained all weights of its model."""
-    return str(Path(folder) / "adapter") if run.model.train == "lora" else None
 
 
 def read_flags() -> tuple[argparse.Namespace, Settings | None]:
@@ -125,7 +122,7 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     if args.temperature == 0:
         if args.samples > 1:
             raise UserError(f"--samples {args.samples} needs a --temperature above 0")
-        args.top_p, args.top_k = 1.0, 0          # as greedy ignores both: for the printed flags
+        args.top_p, args.top_k = 1.0, 0          # the log-probs of greedy answers are the model's
     if args.out:
         if Path(args.out).exists():
             raise UserError(f"--out {args.out} exists and is not overwritten")

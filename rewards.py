@@ -71,7 +71,6 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed") 
 
     style: the form that the prompt asked for, "boxed" or "tags".
     """
-    assert style in ("boxed", "tags"), f"{style!r} is not 'boxed' or 'tags'"
     answer, rule = extract(completion)
     correct = int(answer is not None and is_equal(answer, gold)
                   and not is_copied(answer, question, gold))

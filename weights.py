@@ -126,14 +126,12 @@ class ModelFolder:
         A folder into which tools.convert merged an adapter, or that --train full wrote, defaults to
         16 bits: 4 bits round away most of what training changed. Asking for them prints a warning.
         """
-        merged, source = (self.config.get(key) for key in ("merged_adapter", "trained_from"))
-        trained = merged or source
+        trained = self.config.get("merged_adapter") or self.config.get("trained_from")
         if self.config.get("quantization_config"):       # has no 16 bits to keep
             trained = None
         if trained and base not in (None, "bf16"):
-            what = f"the merged adapter {merged}" if merged else f"the training from {source}"
-            say(f"{self.path}: rounding to {base} loses most of {what}: use --base bf16"
-                + (", or the original model with --adapter" if merged else ""))
+            say(f"{self.path}: rounding to {base} loses most of what training changed: use --base "
+                "bf16")
         return base or ("bf16" if trained else "nvfp4")
 
     def sha256(self) -> str:

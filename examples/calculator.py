@@ -103,8 +103,6 @@ class Turns:
 
 
 def main() -> None:
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        print("calculator.py trains on runs/clock.jsonl with a tool, by train.py's flags:\n")
     problems = Path("runs/clock.jsonl")
     with env.one_line("calculator.py"):
         settings, before = read_settings(["--data", str(problems), *sys.argv[1:]])

@@ -77,7 +77,10 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     device = choose_device(wanted.device, settings.model.model, wanted.kernels)
     memory.bound(wanted.memory_gib, device)
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    folder, tokenizer, problems, held_out = read_problems(settings)
+    folder = ModelFolder(settings.model.model)
+    folder.check_length(settings.data.max_prompt_tokens + settings.rollout.max_new_tokens)
+    tokenizer = Tokenizer(folder.path, settings.data.thinking)
+    problems, held_out = split_problems(settings.data, tokenizer)
     console.greet(settings, problems, held_out, device)
     join_ranks(device)
     flags = without_places(settings.flat())
@@ -130,15 +133,6 @@ def calibration_problems(wanted: Model, device: torch.device, config: dict) -> i
         return wanted.calibrate
     becomes_nvfp4 = wanted.base == "nvfp4" and not config.get("quantization_config")
     return CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
-
-
-def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, list]:
-    """-> the model's folder, tokenizer, problems to train on, problems held out."""
-    wanted = settings.data
-    folder = ModelFolder(settings.model.model)
-    folder.check_length(wanted.max_prompt_tokens + settings.rollout.max_new_tokens)
-    tokenizer = Tokenizer(folder.path, wanted.thinking)
-    return folder, tokenizer, *split_problems(wanted, tokenizer)
 
 
 def check_same_on_all_ranks(flags: dict) -> None:
@@ -207,9 +201,7 @@ def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits
     # so the last digits. A second start may measure other values: only the first one calibrates.
     if before is None or limits.memory_gib not in (None, before["memory_plan"]["memory_gib"]):
         return None
-    plan = before["memory_plan"]
-    known = {name: plan[name] for name in memory.Limits._fields if name in plan}
-    return memory.Limits(**known)._replace(memory_gib=limits.memory_gib)
+    return memory.Limits(**before["memory_plan"])._replace(memory_gib=limits.memory_gib)
 
 
 def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,

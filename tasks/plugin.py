@@ -101,7 +101,10 @@ def load_function(spec: str, flag: str) -> Callable:
     if not (module_name.isidentifier() and name.isidentifier()):
         raise UserError(f"{flag} takes module:function, such as my_rewards:score, got "
                         f"{short_repr(spec)}")
-    path = find_module(module_name, f"{flag} {spec}")
+    places = [folder / f"{module_name}.py" for folder in (Path.cwd(), EXAMPLES)]
+    path = next(filter(Path.is_file, places), None)
+    if path is None:
+        raise UserError(f"{flag} {spec}: no {module_name}.py in {Path.cwd()} or {EXAMPLES}")
     if str(path.parent) not in sys.path:
         # For the imports of the user's file. Last, so that a learner.py or model.py next to it
         # never replaces ours.
@@ -115,17 +118,6 @@ def load_function(spec: str, flag: str) -> Callable:
     if not callable(function):
         raise UserError(f"{flag} {spec}: {path} has no function {name!r}")
     return function
-
-
-def find_module(name: str, what: str) -> Path:
-    """The file of a module, from the working directory or examples/. UserError, which begins with
-    `what`, if there is none.
-    """
-    for folder in (Path.cwd(), EXAMPLES):
-        path = folder / f"{name}.py"
-        if path.is_file():
-            return path
-    raise UserError(f"{what}: no {name}.py in {Path.cwd()} or {EXAMPLES}")
 
 
 @cache
