@@ -35,7 +35,7 @@ from torch import Tensor
 from files import UserError
 from nvfp4 import Weight
 from ops import add_mm, mm, mm_fp32
-from weights import read_peft, tell_other_model, write_peft
+from weights import read_peft, write_peft
 
 # -----------------------------------------------------------------------------
 # A linear, and the wide matrix: its formula in one product, with other rounding
@@ -285,8 +285,6 @@ def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
     tensors do not fit this model.
     """
     (rank, alpha), tensors = read_peft(folder)
-    if model.folder:
-        tell_other_model(folder, model.folder)
     held = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
     wanted = peft_shapes(model, rank)
     if held != wanted:

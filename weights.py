@@ -25,7 +25,6 @@ Adapters, in PEFT's folders, and what each was trained with:
 
     write_json(folder / TRAINED_WITH, training_conditions(...))
     tell_other_conditions(folder, conditions)    prints how they differ from training
-    tell_other_model(folder, model_folder)       prints if the adapter is another model's
 
 Only plain LoRA on every linear is read: other PEFT variants compute something else from the same
 tensors.
@@ -556,11 +555,13 @@ TRAINED_WITH = "trained_with.json"               # next to PEFT's files; other p
 
 def training_conditions(model: ModelFolder, base: str, prompt_style: str,
                         thinking: str) -> dict[str, str | None]:
-    """What an adapter depends on besides the model: the format of the frozen weights, how their
-    codes were calibrated (None: they were not), the prompts, and --thinking.
+    """What an adapter depends on: the model, by the last part of its name, since models are copied
+    and Qwen2.5, -Coder and -Math have the same shapes; the format of the frozen weights; how their
+    codes were calibrated (None: they were not); the prompts; and --thinking.
     """
-    return {"base": base, "calibration": model.config.get("calibration"),
-            "prompt_style": prompt_style, "thinking": thinking}
+    return {"model": Path(model.name).name, "base": base,
+            "calibration": model.config.get("calibration"), "prompt_style": prompt_style,
+            "thinking": thinking}
 
 
 def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
@@ -568,18 +569,12 @@ def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]
 
     conditions: all or some of training_conditions().
     """
+    named = read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path")
+    trained = {"model": Path(named).name} if named else {}
     path = Path(adapter) / TRAINED_WITH
-    trained = read_json(path) if path.exists() else {}           # another program's adapter
+    if path.exists():                            # absent from another program's adapter
+        trained |= read_json(path)
     for key, value in conditions.items():
         if trained.get(key, value) != value:
             say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, "
                 f"not {short_repr(value)}")
-
-
-def tell_other_model(adapter: str | Path, model: ModelFolder) -> None:
-    """Prints a line if an adapter was trained on a model of another name, which may have the same
-    shapes: Qwen2.5, -Coder and -Math share theirs. No error, since models are copied and converted.
-    """
-    named = read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path")
-    if named and Path(named).name != Path(model.name).name:
-        say(f"{adapter} was trained on {named}, not on {model.name}")
