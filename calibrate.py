@@ -215,9 +215,9 @@ def recorded(function: Callable, *inputs: Tensor) -> Callable:
 
 def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
                      problems: list[Problem], count: int, device: torch.device, seed: int,
-                     max_new_tokens: int = 512) -> int:
+                     max_new_tokens: int = 512) -> None:
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes calibrated on
-    its own answers to `count` of the problems (all if there are fewer) -> how many it answered.
+    its own answers to `count` of the problems (all if there are fewer).
 
     seed: of the choice of problems and of the answers. UserError for fewer than two problems, or a
     quantized source.
@@ -226,7 +226,6 @@ def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
     some = problems_at(problems, seed, range(min(count, len(problems))))
     texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed)
     to_nvfp4(files, out, texts, tokenizer.vocab_size)
-    return len(some)
 
 
 class Text(NamedTuple):

@@ -269,7 +269,6 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
 
 
 def main() -> None:
-    began = time.perf_counter()
     with env.one_line("evaluate.py"):
         args, run = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
@@ -285,8 +284,7 @@ def main() -> None:
         before = time.perf_counter()
         rows = answer(args, tokenizer, problems, sampler, reward)
         seconds = time.perf_counter() - before
-        figures = figures_of(args, rows) | {"seconds_sample": seconds,
-                                            "seconds": time.perf_counter() - began}
+        figures = figures_of(args, rows) | {"seconds_sample": seconds}
         figures["tokens_per_s"] = figures["tokens"] / seconds
         print_result(figures, vars(args), device)
 

@@ -243,10 +243,7 @@ if __name__ == "__main__":
         solve(q, steps, careful=True), solve(q, steps, careful=False))])
     tokenizer = Tokenizer(args.out)
     tokens, weight = (t.to(device) for t in write_corpus(tokenizer, rng, args.corpus))
-    print(f"{len(tokens)} rows of up to {tokens.shape[1]} tokens")
     model = Transformer(CONFIG).to(device)
     train(model, tokens, weight, tokenizer.vocab_size, args, device)
     save_file({n: p.detach().bfloat16().cpu().contiguous() for n, p in model.named_parameters()},
               str(args.out / "model.safetensors"), metadata={"format": "pt"})
-    print(f"{(args.out / 'model.safetensors').stat().st_size / 2**20:.2f} MiB, "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters")

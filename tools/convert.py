@@ -37,15 +37,14 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
     folder = ModelFolder(args.source)
     device = choose_device(args.device, folder.path)
     folder.choose_base("nvfp4")                  # says what is lost of a merged adapter
-    if not args.calibrate:
+    if args.calibrate:
+        tokenizer = Tokenizer(folder.path, args.thinking)
+        problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
+        calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate, device,
+                                   args.seed)
+    else:
         calibrate.to_nvfp4(calibrate.source_of(folder, device), args.out)
-        print(f"{args.out}: {args.source} in NVFP4")
-        return
-    tokenizer = Tokenizer(folder.path, args.thinking)
-    problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
-    count = calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate,
-                                       device, args.seed)
-    print(f"{args.out}: {args.source} in NVFP4, by answers to {count} problems of {args.data}")
+    print(f"{args.out}: {args.source} in NVFP4")
 
 
 def write_merged(args: argparse.Namespace) -> None:
