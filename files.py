@@ -160,7 +160,6 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends. If the block raises, it
     is removed and `out` is unchanged. UserError unless `out` is absent or an empty folder.
     """
-    out = Path(os.path.realpath(out))            # a link to an empty folder stays a link
     must_be_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Next to `out`, not in /tmp: a rename is only atomic within one file system.

@@ -137,14 +137,11 @@ def signals_wait() -> Iterator[None]:
 
 def claim(folder: Path, resume: bool) -> None:
     """Reserves --out for this run: rank 0 creates the folder and locks it until the process ends.
-    UserError if that fails, another run has the lock, or the folder of a new run is not empty.
+    UserError if another run has the lock, or the folder of a new run is not empty.
     """
     if RANK > 0:
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot create this folder ({error.strerror})") from None
+    folder.mkdir(parents=True, exist_ok=True)
     if fcntl:
         # The lock belongs to the open handle, which is left open on purpose. The system releases it
         # whenever the process ends, so unlike a lock file it cannot be left over.

@@ -7,7 +7,6 @@ Problems from a file, a data set or a generator.
 A row without a question or an answer is an error that names its file and line: skipping it would
 silently train on a different data set.
 """
-import math
 import os
 import random
 import re
@@ -188,7 +187,7 @@ def find_gold(row: dict) -> str | None:
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for name in GOLDS:
         value = fields.get(name)
-        if type(value) not in (str, int, float) or value in (math.inf, -math.inf):
+        if type(value) not in (str, int, float):
             continue
         text = str(value).strip()
         marked = "####" in text

@@ -66,7 +66,6 @@ def test_after_hashes_only_commas_of_thousands_are_removed(gold, read):
     ('{"question": "q"}', "answer"),
     ('{"question": "q", "answer": "  "}', "answer"),
     ('{"question": "q", "answer": true}', "answer"),
-    ('{"question": "q", "answer": 1e400}', "answer.*inf"),
     ('{"problem": "q", "solution": "A long proof\\nthat ends without a box."}', "answer"),
     ('{"question": "q", "gold": "1"}', "answer.*gold"),
     ('{"answer": "1"}', "question"), ('{"question": " ", "answer": "1"}', "question"),
