@@ -16,7 +16,6 @@ Every program imports this file first:
 
 Not here: how a training run saves its last step on the way out (harness/folder.py, ending_with).
 """
-import importlib.util
 import os
 import platform
 import re
@@ -138,17 +137,22 @@ LIBRARIES = "torch", "triton", "safetensors", "tokenizers", "numpy"
 def provenance(hardware: str) -> dict:
     """Commit, versions, hardware, command and date, for run.json and the results of programs.
 
-    A commit that ends in -dirty had uncommitted changes. None: no git or no repository.
+    A commit that ends in -dirty had uncommitted changes. None: no git, no repository, or a library
+    that is not installed.
     """
+    def version(name):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
     try:
         git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"],
                              cwd=Path(__file__).parent, capture_output=True, text=True)
         commit = git.stdout.strip() or None
     except OSError:
         commit = None
-    installed = filter(importlib.util.find_spec, LIBRARIES)      # Triton may be absent
-    versions = {name: metadata.version(name) for name in installed}
-    versions["python"] = platform.python_version()
+    versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     return {"commit": commit, "versions": versions, "hardware": hardware,
             "program": Path(sys.argv[0]).name, "command": f"python {shlex.join(sys.argv)}",
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z")}
