@@ -81,7 +81,6 @@ PANEL = 128                                      # columns between two updates o
 # A wider H is split along its diagonal, which drops the correlations between the parts: float64
 # factors of 18,944 columns (7B's down) would take 2.9 GB each.
 LARGEST_HESSIAN = 8192
-HESSIAN_TILE = 2048                              # rows of H that one product adds to
 CHUNK_TOKENS = 8192                              # tokens of texts in one forward
 
 LEVELS = nvfp4.E2M1_SIGNED.unique()              # the 15 values from -6 to 6, in order
@@ -215,19 +214,18 @@ def recorded(function: Callable, *inputs: Tensor) -> Callable:
 # A model, layer by layer
 
 def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
-                     problems: list[Problem], count: int, device: torch.device, codes: str,
-                     seed: int, max_new_tokens: int = 512) -> int:
+                     problems: list[Problem], count: int, device: torch.device, seed: int,
+                     max_new_tokens: int = 512) -> None:
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes calibrated on
-    its own answers to `count` of the problems (all if there are fewer) -> how many it answered.
+    its own answers to `count` of the problems (all if there are fewer).
 
-    codes: a name in CODES. seed: of the choice of problems and of the answers. UserError for fewer
-    than two problems, or a quantized source.
+    seed: of the choice of problems and of the answers. UserError for fewer than two problems, or a
+    quantized source.
     """
     files = source_of(source, device)            # refuses a bad source before any answer
     some = problems_at(problems, seed, range(min(count, len(problems))))
     texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed)
-    to_nvfp4(files, out, codes, texts, tokenizer.vocab_size)
-    return len(some)
+    to_nvfp4(files, out, texts, tokenizer.vocab_size)
 
 
 class Text(NamedTuple):
@@ -261,7 +259,6 @@ class Chunk:
     """
 
     def __init__(self, texts: list[Text], embed: Tensor, config: qwen.ModelConfig):
-        self.texts = texts
         layout = lay_out(*zip(*texts))
         self.predictors = torch.tensor(layout.predictors, device=embed.device)
         self.attend = PackedAttention(layout.prefixes, embed.device, layout.suffixes)
@@ -327,25 +324,18 @@ def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
     """Move the exact stream through a layer -> H (K, K) fp32 for each of linears_of(layer)."""
     sums = {linear: torch.zeros(linear.weight.K, linear.weight.K, device=linear.weight.device)
             for linear in linears_of(layer)}
-    with listening(layer, lambda linear, x: add_upper(sums[linear], x.float())):   # not in bf16
+
+    def add(linear, x):
+        x = x.float()                                            # not in bf16
+        sums[linear].addmm_(x.T, x)
+
+    with listening(layer, add):
         for chunk in chunks:
             chunk.exact = chunk.through(layer, chunk.exact)
     tokens = sum(len(chunk.exact) for chunk in chunks)
     for total in sums.values():
         total /= tokens
-        for i in range(0, len(total), HESSIAN_TILE):             # mirror it to the lower triangle
-            end = i + HESSIAN_TILE
-            total[end:, i:end] = total[i:end, end:].T
     return list(sums.values())
-
-
-def add_upper(total: Tensor, x: Tensor) -> None:
-    """total (K, K) += x.T @ x for x (T, K) fp32, without the tiles below the diagonal: H is
-    symmetric.
-    """
-    for i in range(0, len(total), HESSIAN_TILE):
-        end = i + HESSIAN_TILE
-        total[i:end, i:].addmm_(x[:, i:end].T, x[:, i:])
 
 
 def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
@@ -356,14 +346,6 @@ def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
 
 
-CODES = {                                        # how the codes of a linear are chosen
-    "gptq": best_codes,
-    "weighted": lambda w, hessian, scale: nvfp4.quantize(w, scale, hessian.diagonal()),
-    "search": lambda w, hessian, scale: nvfp4.quantize(w, scale),
-    "nearest": lambda w, hessian, scale: nvfp4.quantize(w, scale, offsets=[0]),
-}
-
-
 def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
     """Download and open a 16-bit model. UserError if it is quantized."""
     folder.download()
@@ -371,22 +353,16 @@ def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
     if folder.config.get("quantization_config"):
         raise UserError(f"{folder.path}/config.json: has a quantization_config, so the model is "
                         "already quantized")
-    files = WeightReader(folder, "bf16", device, dtype)
-    c = qwen.ModelConfig.from_json(files.config)
-    files.check("model.embed_tokens.weight", (c.vocab, c.width))     # no layer reads these three
-    files.check("model.norm.weight", (c.width,))
-    if not c.tied:
-        files.check("lm_head.weight", (c.vocab, c.width))
-    return files
+    return WeightReader(folder, "bf16", device, dtype)
 
 
-def to_nvfp4(files: WeightReader, out: Path, codes: str, texts: Sequence[Text] = (),
+def to_nvfp4(files: WeightReader, out: Path, texts: Sequence[Text] = (),
              live_vocab: int | None = None) -> None:
     """Write source_of()'s model to the new folder `out` in compressed-tensors' NVFP4; lm_head and
     embedding stay bf16.
 
-    codes, texts: see coded_linears(). config.json gets the KL as `calibration`, printed whenever
-    the folder is read.
+    texts: see coded_linears(). config.json gets the KL as `calibration`, printed whenever the
+    folder is read.
     """
     about = {"quantization_config": NVFP4_CONFIG}
     linears = tuple(f"{name}.weight" for name in TARGETS)
@@ -395,19 +371,19 @@ def to_nvfp4(files: WeightReader, out: Path, codes: str, texts: Sequence[Text] =
         for name in files.names:
             if not name.endswith(linears):
                 yield name, files.read(name).bfloat16().cpu()
-        for name, coded in coded_linears(files, codes, texts, live_vocab, about):
+        for name, coded in coded_linears(files, texts, live_vocab, about):
             yield from nvfp4_tensors(name, *coded)
 
     save_model(tensors(), files.folder, out, about)
 
 
 @torch.no_grad()
-def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_vocab: int | None,
+def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | None,
                   about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
     """Quantize a model layer by layer: yields the name of each linear and its tensors.
 
-    codes: a name in CODES; "search" and "nearest" need no texts. With texts, the KL of the last
-    eighth is printed and put into about["calibration"].
+    With texts, GPTQ chooses the codes, and the KL of the last eighth is printed and put into
+    about["calibration"]. Without, nvfp4's search chooses them.
     """
     config = qwen.ModelConfig.from_json(files.config)
     chunks = []
@@ -428,7 +404,8 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
             chunk.exact = chunk.through(layer, chunk.exact)
         # 2) Each linear gets its codes.
         for linear, w, hessian in zip(linears_of(layer), weights, layer_hessians):
-            tensors = CODES[codes](w, hessian, nvfp4.global_scale_for(w))
+            scale = nvfp4.global_scale_for(w)
+            tensors = best_codes(w, hessian, scale) if texts else nvfp4.quantize(w, scale)
             linear.weight = nvfp4.fuse([tensors], files.dtype)
             packed, block_scale, global_scale = tensors
             unfused = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
@@ -441,31 +418,12 @@ def coded_linears(files: WeightReader, codes: str, texts: Sequence[Text], live_v
         head = embed
         if not config.tied:
             head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
-        kl, error, tokens = divergence(measured, norm, head[:live_vocab])
-        plus_minus = f" +- {error:.2g}" if len(held_out) > 1 else ""
-        about["calibration"] = (f"KL(16 bits || {codes}) {kl:.3g}{plus_minus} nats per token, on "
-                                f"the {tokens:,} tokens of {counted(len(held_out), 'answer')} held "
+        kl = torch.cat([token_divergence(chunk, part, norm, head[:live_vocab])
+                        for chunk in measured for part in chunk.predictors.split(512)])
+        about["calibration"] = (f"KL(16 bits || 4 bits) {kl.mean():.3g} nats per token, on the "
+                                f"{len(kl):,} tokens of {counted(len(held_out), 'answer')} held "
                                 "out of calibration")
         tqdm.write(about["calibration"])
-
-
-def divergence(chunks: Sequence[Chunk], norm: qwen.RMSNorm, head: Tensor) -> tuple:
-    """-> KL(exact || coded) of the predictions, in nats per token of the answers; its standard
-    error; the number of tokens.
-    """
-    # Tokens of one answer are correlated, so the standard error counts answers: it is that of the
-    # ratio of their KL sums to their lengths.
-    sums = []                                    # of each answer: KL of its tokens, their number
-    for chunk in chunks:
-        per_token = torch.cat([token_divergence(chunk, part, norm, head)
-                               for part in chunk.predictors.split(512)])
-        sizes = [len(text.tokens) - text.start for text in chunk.texts]
-        sums += [(part.sum().item(), len(part)) for part in per_token.split(sizes)]
-    total, tokens = (sum(column) for column in zip(*sums))
-    kl = total / tokens
-    n = len(sums)
-    variance = sum((part - kl * size) ** 2 for part, size in sums) * n / max(n - 1, 1)
-    return kl, variance ** 0.5 / tokens, tokens
 
 
 def token_divergence(chunk: Chunk, at: Tensor, norm: qwen.RMSNorm, head: Tensor) -> Tensor:

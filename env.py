@@ -155,9 +155,4 @@ def provenance(hardware: str) -> dict:
     versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     return {"commit": commit, "versions": versions, "hardware": hardware,
             "program": Path(sys.argv[0]).name, "command": f"python {shlex.join(sys.argv)}",
-            "date": now()}
-
-
-def now() -> str:
-    """The local time with its offset from UTC."""
-    return time.strftime("%Y-%m-%d %H:%M:%S %z")
+            "date": time.strftime("%Y-%m-%d %H:%M:%S %z")}

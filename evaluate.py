@@ -75,8 +75,10 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
         given = [name for name in asked if getattr(args, name, "unused") is not None]
         config.require_repeated(asked, given, f"{args.run}/run.json")
+        # A run that trained all weights has no adapter.
+        adapter = str(Path(args.run) / "adapter") if run.model.train == "lora" else None
         parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
-                            adapter=run_adapter(args.run, run), kernels=run.memory.kernels,
+                            adapter=adapter, kernels=run.memory.kernels,
                             max_new_tokens=run.rollout.max_new_tokens, **asked)
         args = parser.parse_args()
     if args.model is None:
@@ -85,11 +87,6 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     if args.adapter == "none":
         args.adapter = None
     return args, run
-
-
-def run_adapter(folder: str, run: Settings) -> str | None:
-    """The adapter of a run; None if it trained all weights of its model."""
-    return str(Path(folder) / "adapter") if run.model.train == "lora" else None
 
 
 def read_flags() -> tuple[argparse.Namespace, Settings | None]:
@@ -125,7 +122,7 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     if args.temperature == 0:
         if args.samples > 1:
             raise UserError(f"--samples {args.samples} needs a --temperature above 0")
-        args.top_p, args.top_k = 1.0, 0          # as greedy ignores both: for the printed flags
+        args.top_p, args.top_k = 1.0, 0          # the log-probs of greedy answers are the model's
     if args.out:
         if Path(args.out).exists():
             raise UserError(f"--out {args.out} exists and is not overwritten")
@@ -195,9 +192,9 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
 # Answers
 
 def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
-           reward: plugin.Reward | None) -> tuple[list[dict], float]:
-    """-> the rows of all answers, in the order of the problems; the share of idle rows. A problem's
-    rows go to --out when its last answer is finished.
+           reward: plugin.Reward | None) -> list[dict]:
+    """-> the rows of all answers, in the order of the problems. A problem's rows go to --out when
+    its last answer is finished.
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
     done = {}                                    # problem -> its rows
@@ -206,12 +203,7 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
     def grade(problem, answers: list[Sequence]) -> list[dict]:
         rows = rewards.grade_rows(tokenizer, [problem], [one.as_row() for one in answers],
                                   args.prompt_style, reward)
-        for sample, row in enumerate(rows):
-            text = tokenizer.opened + row["completion"]
-            lenient = rewards.grade(text, row["answer"], row["question"],
-                                    last_number=True).correct
-            row |= {"sample": sample, "lenient": float(lenient)}
-        return rows
+        return [row | {"sample": sample} for sample, row in enumerate(rows)]
 
     def progress(made: int, sequences: list[Sequence]) -> None:
         nonlocal tokens
@@ -235,11 +227,11 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
     # miniters=0: tokens/s is redrawn even while no answer ends. disable=None: no bar in a file.
     with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, miniters=0,
               dynamic_ncols=True, disable=None) as bar:
-        idle = sampler.generate(prompts, args.samples, sampling, progress=progress).idle
+        sampler.generate(prompts, args.samples, sampling, progress=progress)
     rows = [row for i in sorted(done) for row in done[i]]
     if args.out:                                 # so far in the order in which they ended
         write_atomically(args.out, "".join(map(json_line, rows)).encode())
-    return rows, idle
+    return rows
 
 
 # -----------------------------------------------------------------------------
@@ -268,7 +260,7 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in value.items())
         elif isinstance(value, float):
-            share = "@" in name or name in ("format", "truncated", "idle")
+            share = "@" in name or name in ("format", "truncated")
             value = f"{100 * value:.1f} %" if share else f"{value:.4g}"
         print(f"{name:15} {value}")
     if not sys.stdout.isatty():
@@ -277,7 +269,6 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
 
 
 def main() -> None:
-    began = time.perf_counter()
     with env.one_line("evaluate.py"):
         args, run = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
@@ -291,10 +282,9 @@ def main() -> None:
         sampler = Sampler(model, longest + args.max_new_tokens,
                           min(args.max_rows, len(problems) * args.samples))
         before = time.perf_counter()
-        rows, idle = answer(args, tokenizer, problems, sampler, reward)
+        rows = answer(args, tokenizer, problems, sampler, reward)
         seconds = time.perf_counter() - before
-        figures = figures_of(args, rows) | {"idle": idle, "seconds_sample": seconds,
-                                            "seconds": time.perf_counter() - began}
+        figures = figures_of(args, rows) | {"seconds_sample": seconds}
         figures["tokens_per_s"] = figures["tokens"] / seconds
         print_result(figures, vars(args), device)
 

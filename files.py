@@ -103,7 +103,7 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def parse_json(text: str, place: str | Path) -> object:
+def parse_json(text: str | bytes, place: str | Path) -> object:
     """The value of a JSON text. UserError, naming `place`, if it is not JSON: NaN and Infinity are
     not, although json.loads accepts them.
     """
@@ -120,7 +120,7 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
     """Yields every row of a run's log, such as metrics.jsonl, with the byte offset where it ends.
 
     A last line without a line feed was cut off by a kill and is left out. UserError for a line
-    that no run writes.
+    that is not JSON.
     """
     end = 0
     with open(path, "rb") as file:
@@ -128,13 +128,7 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
             if not line.endswith(b"\n"):
                 return
             end += len(line)
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict) or type(row.get("step")) is not int:
-                raise UserError(f"{path}:{number}: not a line that a run wrote")
-            yield row, end
+            yield parse_json(line, f"{path}:{number}"), end
 
 
 # -----------------------------------------------------------------------------
@@ -166,7 +160,6 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends. If the block raises, it
     is removed and `out` is unchanged. UserError unless `out` is absent or an empty folder.
     """
-    out = Path(os.path.realpath(out))            # a link to an empty folder stays a link
     must_be_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     # Next to `out`, not in /tmp: a rename is only atomic within one file system.

@@ -29,7 +29,6 @@ import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,48 +38,10 @@ import lora
 from model import Qwen
 from nvfp4 import FORMATS, Weight
 from ops import LOGIT_ROWS, add_mm, mm, mm_fp32, softmax_at, token_logprobs
-from weights import save_model
+from weights import parts_of, save_model
 
 # -----------------------------------------------------------------------------
 # The weights
-
-class Part(NamedTuple):
-    """One tensor of a model, which may fuse several of Hugging Face's."""
-    owner: torch.nn.Module                       # the tensor is getattr(owner, attribute)
-    attribute: str
-    names: list[str]                             # Hugging Face's
-    rows: tuple[int, ...]                        # of each of these
-    shape: tuple[int, ...]
-
-
-def parts_of(model: Qwen) -> Iterator[Part]:
-    """All of a model's weights: first the matrices, then norms and biases."""
-    c = model.config
-    yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.width))
-    if not c.tied:
-        yield Part(model, "lm_head", ["lm_head.weight"], (c.vocab,), (c.vocab, c.width))
-    for layer in model.layers:
-        for attribute in ("qkv", "o", "gate_up", "down"):
-            linear = getattr(layer, attribute)
-            names = [f"{name}.weight" for name in linear.names]
-            yield Part(layer, attribute, names, linear.parts, (linear.weight.N, linear.weight.K))
-    yield Part(model.final_norm, "weight", ["model.norm.weight"], (c.width,), (c.width,))
-    for i, layer in enumerate(model.layers):
-        prefix = f"model.layers.{i}"
-        for norm, name in ((layer.input_norm, "input"), (layer.post_norm, "post_attention")):
-            yield Part(norm, "weight", [f"{prefix}.{name}_layernorm.weight"], (c.width,),
-                       (c.width,))
-        if layer.qkv_bias is not None:
-            names = [f"{prefix}.self_attn.{s}_proj.bias" for s in "qkv"]
-            yield Part(layer, "qkv_bias", names, layer.qkv.parts, (sum(layer.qkv.parts),))
-        if layer.qk_gains is not None:
-            names = [f"{prefix}.self_attn.{s}_norm.weight" for s in "qk"]
-            yield Part(layer, "qk_gains", names, (1, 1), (2, c.head_dim))
-
-
-def is_matrix(part: Part) -> bool:
-    return part.attribute != "qk_gains" and len(part.shape) == 2
-
 
 class Weights:
     """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
@@ -98,7 +59,7 @@ class Weights:
         self.offsets = [0]
         for part in self.parts:                  # aligned as in lora.Adapter
             self.offsets.append(self.offsets[-1] + -(-math.prod(part.shape) // 128) * 128)
-        matrices = sum(map(is_matrix, self.parts))
+        matrices = sum(part.is_matrix for part in self.parts)
         self.master = Parameter(torch.zeros(self.offsets[-1], device=model.device))
         self.master.grad = torch.zeros_like(self.master)
         self.working = torch.zeros(self.offsets[matrices], dtype=model.dtype, device=model.device)
@@ -121,8 +82,8 @@ class Weights:
         in bf16, as they compute, norms and biases in fp32.
         """
         for part, view in zip(self.parts, self.unflatten(flat)):
-            for name, piece in zip(part.names, view.split(part.rows)):
-                yield name, piece.bfloat16() if is_matrix(part) else piece.flatten()
+            for name, piece in part.split(view):
+                yield name, piece.bfloat16() if part.is_matrix else piece
 
 
 def attach(model: Qwen) -> Weights:
@@ -143,7 +104,7 @@ def attach(model: Qwen) -> Weights:
             setattr(part.owner, part.attribute, Linear(held.names, held.parts, leaf, copies[i]))
         else:
             leaf.data.copy_(held)
-            setattr(part.owner, part.attribute, copies[i] if is_matrix(part) else leaf)
+            setattr(part.owner, part.attribute, copies[i] if part.is_matrix else leaf)
     embedding, head = leaves[0], leaves[1]
     if model.config.tied:
         model.lm_head, head = model.embed, embedding

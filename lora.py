@@ -35,7 +35,7 @@ from torch import Tensor
 from files import UserError
 from nvfp4 import Weight
 from ops import add_mm, mm, mm_fp32
-from weights import check_trained_on, read_peft, write_peft
+from weights import read_peft, write_peft
 
 # -----------------------------------------------------------------------------
 # A linear, and the wide matrix: its formula in one product, with other rounding
@@ -281,12 +281,10 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
-    """Attach the adapter of a PEFT folder. UserError, before anything is allocated, if it was
-    trained on another model or its tensors do not fit this one.
+    """Attach the adapter of a PEFT folder. UserError, before anything is allocated, if its
+    tensors do not fit this model.
     """
     (rank, alpha), tensors = read_peft(folder)
-    if model.folder:
-        check_trained_on(folder, model.folder)
     held = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
     wanted = peft_shapes(model, rank)
     if held != wanted:

@@ -110,7 +110,7 @@ class Tokenizer:
     thinking: "on" or "off", as --thinking; UserError for what the chat template rules out.
 
     end_ids: the tokens that end a completion. vocab_size: the number of ids that are tokens; a
-    model's embedding may have more rows. thinks: whether the model can think before it answers.
+    model's embedding may have more rows.
     opened: "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this
     text, so code that looks for the answer in a completion prepends `opened`.
     """
@@ -127,13 +127,7 @@ class Tokenizer:
         self.file.no_truncation()                # the file may contain its last user's setting
         self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
-        # If the file's id of an added token leaves a gap, the library silently gives the token the
-        # next free id instead. But the model was trained with the file's id.
         added = json.loads(text).get("added_tokens", ())
-        for token in added:
-            if vocab[token["content"]] != token["id"]:
-                raise UserError(f"{path}: added_tokens: the id of {token['content']} is "
-                                f"{token['id']}, which does not follow those of the vocabulary")
         self.control = {token["content"]: token["id"] for token in added if token["special"]}
         if not {"<|im_start|>", "<|im_end|>"} <= self.control.keys():
             raise UserError(f"{path}: lacks <|im_start|> or <|im_end|> as special tokens, which "
@@ -166,7 +160,6 @@ class Tokenizer:
             raise UserError(f"--thinking {thinking}: the chat_template in {self.template.path} "
                             f"says that the model {why}: use --thinking {next(iter(asked))}")
         self.thinking = thinking
-        self.thinks = "on" in asked
         self.opened = opened[thinking]
 
     def encode(self, text: str) -> list[int]:

@@ -119,14 +119,6 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def broadcast(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies rank 0's tensor, on the CPU, to every rank, in place."""
-    if WORLD > 1:
-        with a_lost_rank_ends_the_run():
-            interruptible(dist.broadcast, tensor, 0)
-    return tensor
-
-
 @contextmanager
 def a_lost_rank_ends_the_run() -> Iterator[None]:
     """A context in which an error of torch.distributed becomes a Stopped."""

@@ -11,7 +11,6 @@ The first of these rules that applies gives the answer:
     box          the last \boxed{...}; neighbors such as "\boxed{2} and \boxed{3}" are one list
     tag          the last <answer>...</answer>
     marker       what follows the last "answer is", "answer:" or "####" in its sentence
-    last_number  the last formula or number, if the caller allows it
 
 Only the first turn counts, after its last </think>. A hedged number is not an answer: "5 or 6",
 "not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
@@ -23,9 +22,9 @@ import re
 from typing import Callable, NamedTuple
 
 from tasks.answers import FUNCTIONS, MULTIPLES, clean, is_equal
-from tasks.boxes import BOX, last_box
+from tasks.boxes import last_box
 
-MAX_TAIL = 20_000      # last characters, where tags, markers and numbers count; boxes do anywhere
+MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes do anywhere
 
 
 # -----------------------------------------------------------------------------
@@ -34,14 +33,11 @@ MAX_TAIL = 20_000      # last characters, where tags, markers and numbers count;
 class Extraction(NamedTuple):
     """An answer and the rule that found it."""
     answer: str | None
-    rule: str          # box, tag, marker, last_number, none or truncated (an unclosed <think>)
+    rule: str          # box, tag, marker, none or truncated (an unclosed <think>)
 
 
-def extract(text: str, last_number: bool = False) -> Extraction:
-    """Finds the answer in a completion by the rules at the top of this file. Never raises.
-
-    last_number: off in training, where the model could learn to omit the box.
-    """
+def extract(text: str) -> Extraction:
+    """Finds the answer in a completion by the rules at the top of this file. Never raises."""
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
     if "<think>" in text:
@@ -56,12 +52,6 @@ def extract(text: str, last_number: bool = False) -> Extraction:
     marked = last_marker(tail)
     if marked:
         return Extraction(marked, "marker")
-    # A text with an empty or unclosed box gave no answer. Often it repeats the prompt, "Put your
-    # answer in \boxed{}.", so no number in it counts.
-    if last_number and not re.search(BOX, text) and "<answer>" not in tail:
-        value = value_in(tail.strip())
-        if value:
-            return Extraction(value, "last_number")
     return Extraction(None, "none")
 
 
@@ -76,14 +66,12 @@ class Grade(NamedTuple):
     answer: str | None     # as written in the completion
 
 
-def grade(completion: str, gold: str, question: str = "", style: str = "boxed",
-          last_number: bool = False) -> Grade:
+def grade(completion: str, gold: str, question: str = "", style: str = "boxed") -> Grade:
     """Scores one completion. An answer that only copies a formula from the question is wrong.
 
     style: the form that the prompt asked for, "boxed" or "tags".
     """
-    assert style in ("boxed", "tags"), f"{style!r} is not 'boxed' or 'tags'"
-    answer, rule = extract(completion, last_number)
+    answer, rule = extract(completion)
     correct = int(answer is not None and is_equal(answer, gold)
                   and not is_copied(answer, question, gold))
     well_formed = format_tags(completion) if style == "tags" else int(rule == "box")
@@ -183,7 +171,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
         }
         if plug_in:
             first = i - i % group_size
-            parts = plug_in(text, problem, texts[first:first + group_size],
+            parts = plug_in(text, problem, group=texts[first:first + group_size],
                             length=found["length"], finished=found["finished"])
             found["parts"] = parts
             found["task"] = sum(value for name, value in parts.items() if name != "shaping")
@@ -278,7 +266,7 @@ def last_marker(text: str) -> str | None:
             return inside(display)
         line = SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`")
         if line:
-            return value_in(line, marked=True)
+            return value_in(line)
     return None
 
 
@@ -294,17 +282,15 @@ def inside(match: re.Match) -> str:
 
 def stands_alone(found: re.Match) -> bool:
     """Does a value in a text stand for itself, not changed by the words around it?"""
-    before = found.string[max(0, found.start() - 60):found.start()].rpartition("\n")[2]
-    after = found.string[found.end():found.end() + 60].partition("\n")[0]
+    before = found.string[max(0, found.start() - 60):found.start()]
+    after = found.string[found.end():found.end() + 60]
     return not BEFORE.search(before) and not AFTER.match(after)
 
 
-def value_in(text: str, marked: bool = False) -> str | None:
-    """The value in a text: all of it if it has no prose, else its last formula or number.
-
-    marked: the text follows "answer is". Then a number or choice letter at its beginning comes
-    first, and a value that the words around it change is returned with them: "not 5" equals no gold
-    answer. In other texts such a value is None.
+def value_in(text: str) -> str:
+    """The value in a text that follows "answer is": all of it if it has no prose, else a number or
+    choice letter at its beginning, else its last formula or number. A value that the words around
+    it change is returned with them: "not 5" equals no gold answer.
     """
     whole = MATH_SPAN.fullmatch(text)
     if whole:
@@ -312,22 +298,20 @@ def value_in(text: str, marked: bool = False) -> str | None:
     if re.search(r"\w", text) and not has_prose(text):
         return text
     choice = CHOICE.match(text)
-    if marked and choice:
+    if choice:
         is_one = not re.match(r"\)?,?\s*(?:or\b|and\b|\(?[A-H]\b)", text[choice.end():])
         return inside(choice) if is_one and stands_alone(choice) else text
     # "$5 and $10" is money: the text between the dollar signs is prose.
     spans = [span for span in MATH_SPAN.finditer(text) if not has_prose(span.group())]
     numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
     found = [None, *spans, *numbers][-1]
-    if marked and spans and not BARE_NAME.fullmatch(inside(spans[-1])):
+    if spans and not BARE_NAME.fullmatch(inside(spans[-1])):
         # "$5$, not $6$". In "the largest $n$ is 34" the answer is the number.
         found = next(filter(stands_alone, spans[:-10:-1]), spans[-1])
-    elif marked and numbers and numbers[0].start() == 0:
+    elif numbers and numbers[0].start() == 0:
         found = numbers[0]  # "18 eggs because 16 + 2 = 18"
         if MORE.match(text, found.end()):
             return text
-    if found is None or not stands_alone(found):
-        return text if marked else None
-    if marked and not spans and "\\" in text:  # "\frac{1}{2} dollars"
-        return text
+    if found is None or not stands_alone(found) or not spans and "\\" in text:
+        return text  # also "\frac{1}{2} dollars"
     return inside(found)

@@ -44,7 +44,7 @@ import grpo
 from files import counted
 from harness import console
 from harness.config import Optim, Rollout, read_settings
-from harness.folder import claimed, ending_with, signals_wait
+from harness.folder import claim, ending_with, signals_wait
 from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
 from ranks import gather, say, share
@@ -159,10 +159,9 @@ def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Ten
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
 
 
-def evaluate(run: Run, sample: Callable, progress: Progress) -> tuple[dict, Progress]:
+def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     """Answers the held-out problems greedily, without noise, and logs the answers in held_out.jsonl
-    -> what this adds to the line in metrics.jsonl, and `progress`, which remembers the evaluation
-    if it is the best so far. sample: see train().
+    -> what this adds to the line in metrics.jsonl. sample: see train().
     """
     problems = share(run.held_out)
     places = share(range(len(run.held_out)))
@@ -175,16 +174,13 @@ def evaluate(run: Run, sample: Callable, progress: Progress) -> tuple[dict, Prog
         metrics["eval_reward"] = torch.tensor([one["task"] for one in graded],
                                               dtype=torch.float64).nanmean().item()
     text = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
-    when = f"after {counted(progress.step, 'step')}" if progress.step else "before training"
+    when = f"after {counted(steps_done, 'step')}" if steps_done else "before training"
     say(f"{when}: held-out {text}, in {time.perf_counter() - began:.1f} s")
 
     # `step`: whose line of metrics.jsonl has the figures. Without that line, --resume cuts these.
-    place = {"step": max(progress.step - 1, 0), "steps_done": progress.step}
+    place = {"step": max(steps_done - 1, 0), "steps_done": steps_done}
     run.folder.log("held_out.jsonl", [place | row for row in graded])
-    result = metrics.get("eval_reward", metrics["eval_accuracy"])
-    if result > progress.best:
-        progress = dataclasses.replace(progress, best=result, best_step=progress.step)
-    return metrics, progress
+    return metrics
 
 
 def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
@@ -202,8 +198,6 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
         # Before snapshot(): a run that dies here repeats the step and this file.
         if watching.keep and progress.step % watching.keep == 0:
             run.folder.keep_adapter(f"step_{progress.step:06d}")
-        if watching.keep and progress.step == progress.best_step:
-            run.folder.keep_adapter("best")
         run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
         last = progress.step == run.settings.general.steps
         if last or progress.step % watching.save_every == 0:
@@ -233,7 +227,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
                         seed=seed)
     progress = begin(run)
     if progress.step == 0:                       # repeated if the run dies before its first save
-        before, progress = evaluate(run, sample, progress)
+        before = evaluate(run, sample, 0)
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
@@ -273,8 +267,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         console.tell(settings, metrics, updates)
         progress = dataclasses.replace(progress, step=step + 1, cursor=next_cursor, tokens=tokens)
         if progress.step == steps or progress.step % watching.eval_every == 0:
-            evaluated, progress = evaluate(run, sample, progress)
-            metrics |= evaluated
+            metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)
         run.watch.see(metrics, updates)          # it may end the run
 
@@ -282,8 +275,8 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 def main() -> None:
     with env.one_line("train.py"):           # a user error ends in one line, not a traceback
         settings, before = read_settings()
-        with claimed(Path(settings.general.out), before is not None):    # no other run writes there
-            run = prepare(settings, before)
+        claim(Path(settings.general.out), before is not None)    # no other run writes there
+        run = prepare(settings, before)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         train(run)

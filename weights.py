@@ -23,9 +23,8 @@ Adapters, in PEFT's folders, and what each was trained with:
     adapter, tensors = read_peft(folder)         rank and alpha; the tensors
     adapter = read_peft_config(folder)           without the tensors
 
-    write_conditions(folder, training_conditions(...))
+    write_json(folder / TRAINED_WITH, training_conditions(...))
     tell_other_conditions(folder, conditions)    prints how they differ from training
-    check_trained_on(folder, model_folder)       refuses an adapter of another model
 
 Only plain LoRA on every linear is read: other PEFT variants compute something else from the same
 tensors.
@@ -42,7 +41,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import save, save_file
 
 import nvfp4
 from files import (
@@ -126,30 +125,23 @@ class ModelFolder:
         A folder into which tools.convert merged an adapter, or that --train full wrote, defaults to
         16 bits: 4 bits round away most of what training changed. Asking for them prints a warning.
         """
-        merged, source = (self.config.get(key) for key in ("merged_adapter", "trained_from"))
-        trained = merged or source
+        trained = self.config.get("merged_adapter") or self.config.get("trained_from")
         if self.config.get("quantization_config"):       # has no 16 bits to keep
             trained = None
         if trained and base not in (None, "bf16"):
-            what = f"the merged adapter {merged}" if merged else f"the training from {source}"
-            say(f"{self.path}: rounding to {base} loses most of {what}: use --base bf16"
-                + (", or the original model with --adapter" if merged else ""))
+            say(f"{self.path}: rounding to {base} loses most of what training changed: use --base "
+                "bf16")
         return base or ("bf16" if trained else "nvfp4")
 
-    def sha256(self, linears: bool = True) -> str:
+    def sha256(self) -> str:
         """Identifies the weights. It covers the first 4,096 numbers of each tensor, since reading
         all of a 7B would take a minute.
-
-        linears False: only the embedding, norms and biases, rounded to bf16. Rounding a model to 4
-        bits or merging an adapter does not change these.
         """
         shards = Shards(self.path)
         digest = hashlib.sha256()
         for name in sorted(shards.names):
-            if linears or name.endswith(("norm.weight", ".bias", "embed_tokens.weight")):
-                some = shards.get(name).flatten()[:4096]
-                some = some if linears else some.bfloat16()
-                digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+            some = shards.get(name).flatten()[:4096]
+            digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -192,6 +184,14 @@ def read_config(path: Path) -> dict:
 # -----------------------------------------------------------------------------
 # Weights in
 
+def open_tensors(path: Path) -> safe_open:
+    """A safetensors file, for reading. UserError if it is cut off, OSError if it is missing."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:             # also if the header and the file's size disagree
+        raise UserError(f"{path}: is cut off, or not a safetensors file ({error})") from None
+
+
 class Shards:
     """The tensors of a folder: of model.safetensors, or of the files that
     model.safetensors.index.json names. names: tensor name -> file.
@@ -208,18 +208,12 @@ class Shards:
             files = read_json(index)["weight_map"].values()
         # Whatever an index says, it leads only to files in its own folder.
         paths = sorted({self.folder / Path(file).name for file in files})
-        self.names = {name: path for path in paths for name in self._open(path).keys()}
-
-    def _open(self, path):
-        try:
-            return safe_open(path, framework="pt")
-        except SafetensorError as error:         # also if the header and the file's size disagree
-            raise UserError(f"{path}: is cut off, or not a safetensors file ({error})") from None
+        self.names = {name: path for path in paths for name in open_tensors(path).keys()}
 
     def _file_with(self, name):
         if name not in self.names:
             raise UserError(f"{self.folder}: has no tensor {name} in its safetensors files")
-        return self._open(self.names[name])
+        return open_tensors(self.names[name])
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """A tensor as it is stored. UserError if no file has it. Its file is mapped into memory
@@ -288,12 +282,6 @@ class WeightReader(Shards):
         if unused:
             raise UserError(f"{self.folder}: contains {len(unused)} tensors that config.json does "
                             f"not explain, the first is {min(unused)}")
-        # Some programs would compute with the file's head, others with the embedding.
-        head, embed = "lm_head.weight", "model.embed_tokens.weight"
-        if self.config.get("tie_word_embeddings") and head in self.names and not torch.equal(
-                self.get(head), self.get(embed)):
-            raise UserError(f"{self.folder}: tie_word_embeddings is true, but {head} differs from "
-                            f"{embed}: remove it, or set false in config.json")
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         """A floating-point tensor of this shape, in its stored type. UserError if it has another
@@ -386,25 +374,54 @@ def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
 SHARD_BYTES = 2**31                              # of an output file, in memory until written
 
 
+class Part(NamedTuple):
+    """One tensor of a model.Qwen, which may fuse several of Hugging Face's."""
+    owner: torch.nn.Module                       # the tensor is getattr(owner, attribute)
+    attribute: str
+    names: list[str]                             # Hugging Face's
+    rows: tuple[int, ...]                        # of each of these
+    shape: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.attribute != "qk_gains" and len(self.shape) == 2
+
+    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """A tensor of this shape -> (Hugging Face's name, tensor) of what is fused in it."""
+        for name, piece in zip(self.names, tensor.split(self.rows)):
+            yield name, piece if self.is_matrix else piece.flatten()
+
+
+def parts_of(model: torch.nn.Module) -> Iterator[Part]:
+    """All weights of a model.Qwen: first the matrices, then norms and biases."""
+    c = model.config
+    yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.width))
+    if not c.tied:
+        yield Part(model, "lm_head", ["lm_head.weight"], (c.vocab,), (c.vocab, c.width))
+    for layer in model.layers:
+        for attribute in ("qkv", "o", "gate_up", "down"):
+            linear = getattr(layer, attribute)
+            names = [f"{name}.weight" for name in linear.names]
+            yield Part(layer, attribute, names, linear.parts, (linear.weight.N, linear.weight.K))
+    yield Part(model.final_norm, "weight", ["model.norm.weight"], (c.width,), (c.width,))
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}"
+        for norm, name in ((layer.input_norm, "input"), (layer.post_norm, "post_attention")):
+            yield Part(norm, "weight", [f"{prefix}.{name}_layernorm.weight"], (c.width,),
+                       (c.width,))
+        if layer.qkv_bias is not None:
+            names = [f"{prefix}.self_attn.{s}_proj.bias" for s in "qkv"]
+            yield Part(layer, "qkv_bias", names, layer.qkv.parts, (sum(layer.qkv.parts),))
+        if layer.qk_gains is not None:
+            names = [f"{prefix}.self_attn.{s}_norm.weight" for s in "qk"]
+            yield Part(layer, "qk_gains", names, (1, 1), (2, c.head_dim))
+
+
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, tensor) of a model.Qwen, with its adapter merged in fp32."""
-    yield "model.embed_tokens.weight", model.embed
-    for i, layer in enumerate(model.layers):
-        prefix = f"model.layers.{i}."
-        yield prefix + "input_layernorm.weight", layer.input_norm.weight
-        yield prefix + "post_attention_layernorm.weight", layer.post_norm.weight
-        if layer.qkv_bias is not None:
-            for name, bias in zip("qkv", layer.qkv_bias.split(layer.qkv.parts)):
-                yield f"{prefix}self_attn.{name}_proj.bias", bias
-        if layer.qk_gains is not None:
-            for name, gain in zip("qk", layer.qk_gains):
-                yield f"{prefix}self_attn.{name}_norm.weight", gain
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            for name, weight in zip(linear.names, linear.merged().split(linear.parts)):
-                yield name + ".weight", weight
-    yield "model.norm.weight", model.final_norm.weight
-    if not model.config.tied:
-        yield "lm_head.weight", model.lm_head
+    for part in parts_of(model):
+        held = getattr(part.owner, part.attribute)
+        yield from part.split(held if isinstance(held, torch.Tensor) else held.merged())
 
 
 def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: Path,
@@ -522,10 +539,8 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
     """
     adapter = read_peft_config(folder)
     file = Path(folder) / "adapter_model.safetensors"
-    try:
-        tensors = load(file.read_bytes())
-    except SafetensorError as error:
-        raise UserError(f"{file}: is cut off, or not a safetensors file ({error})") from None
+    opened = open_tensors(file)
+    tensors = {name: opened.get_tensor(name) for name in opened.keys()}
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
             raise UserError(f"{file}: {name} contains NaN or infinity")
@@ -540,23 +555,13 @@ TRAINED_WITH = "trained_with.json"               # next to PEFT's files; other p
 
 def training_conditions(model: ModelFolder, base: str, prompt_style: str,
                         thinking: str) -> dict[str, str | None]:
-    """What an adapter depends on besides the model: the format of the frozen weights, how their
-    codes were calibrated (None: they were not), the prompts, and --thinking. Training adds
-    model_sha256, which check_trained_on() compares.
+    """What an adapter depends on: the model, by the last part of its name, since models are copied
+    and Qwen2.5, -Coder and -Math have the same shapes; the format of the frozen weights; how their
+    codes were calibrated (None: they were not); the prompts; and --thinking.
     """
-    return {"base": base, "calibration": model.config.get("calibration"),
-            "prompt_style": prompt_style, "thinking": thinking}
-
-
-def write_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Writes training_conditions() into an adapter's folder."""
-    write_json(Path(adapter) / TRAINED_WITH, conditions)
-
-
-def read_conditions(adapter: str | Path) -> dict[str, str | None]:
-    """What write_conditions() wrote; {} if the file is absent, as in another program's adapter."""
-    path = Path(adapter) / TRAINED_WITH
-    return read_json(path) if path.exists() else {}
+    return {"model": Path(model.name).name, "base": base,
+            "calibration": model.config.get("calibration"), "prompt_style": prompt_style,
+            "thinking": thinking}
 
 
 def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
@@ -564,21 +569,12 @@ def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]
 
     conditions: all or some of training_conditions().
     """
-    trained = read_conditions(adapter)
+    named = read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path")
+    trained = {"model": Path(named).name} if named else {}
+    path = Path(adapter) / TRAINED_WITH
+    if path.exists():                            # absent from another program's adapter
+        trained |= read_json(path)
     for key, value in conditions.items():
         if trained.get(key, value) != value:
             say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, "
                 f"not {short_repr(value)}")
-
-
-def check_trained_on(adapter: str | Path, model: ModelFolder) -> None:
-    """UserError if an adapter was trained on another model of the same shapes: Qwen2.5, -Coder and
-    -Math share theirs. Only prints a line if the names differ, since models are copied and
-    converted.
-    """
-    named = read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path")
-    digest = read_conditions(adapter).get("model_sha256")
-    if digest and digest != model.sha256(linears=False):
-        raise UserError(f"{adapter} was trained on another model, {named}, not on {model.name}")
-    if named and Path(named).name != Path(model.name).name:
-        say(f"{adapter} was trained on {named}, not on {model.name}")

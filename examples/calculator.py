@@ -26,7 +26,7 @@ import torch
 import train
 from files import read_log
 from harness.config import read_settings
-from harness.folder import claimed, ending_with
+from harness.folder import claim, ending_with
 from harness.setup import prepare
 from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.arithmetic import arithmetic
@@ -103,8 +103,6 @@ class Turns:
 
 
 def main() -> None:
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        print("calculator.py trains on runs/clock.jsonl with a tool, by train.py's flags:\n")
     problems = Path("runs/clock.jsonl")
     with env.one_line("calculator.py"):
         settings, before = read_settings(["--data", str(problems), *sys.argv[1:]])
@@ -112,8 +110,8 @@ def main() -> None:
         rows = [{"question": question, "answer": str(clock(int(answer)))}
                 for _, question, answer in arithmetic("train")]
         problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with claimed(Path(settings.general.out), before is not None):
-            run = prepare(settings, before)
+        claim(Path(settings.general.out), before is not None)
+        run = prepare(settings, before)
     sample = Turns(run.tokenizer)
     with ending_with(run.folder.save, run.folder.advice):
         train.train(run, sample)

@@ -198,8 +198,8 @@ class Watching:
     """evaluation and checkpoints"""
     eval_every: int = setting(20, "steps between evaluations on held-out problems", AT_LEAST_1)
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
-    keep: int | None = setting(None, "keep the adapter of every Nth step, and the best one if it "
-                               "beats the start, in OUT/adapters", AT_LEAST_1)
+    keep: int | None = setting(None, "keep the adapter of every Nth step in OUT/adapters",
+                               AT_LEAST_1)
 
 
 @dataclass(frozen=True)
@@ -313,8 +313,6 @@ NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "memory_plan"}
 NAME_FUNCTIONS = "prompt_style", "reward"
 # Paths that may change when a run is resumed: problems_sha256 and weights_sha256 compare contents.
 MAY_MOVE = "model", "data", "eval_data"
-# What may change then; training does not depend on it.
-MAY_CHANGE = *MAY_MOVE, "keep"
 
 
 def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
@@ -334,7 +332,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     given = with_absolute_paths(given)
     require_repeated(held, given.keys(), path)
     if resume:
-        check_resumed(given, file, held, path)
+        check_resumed(given, held)
     named = held | given
     values = Settings().flat()
     if named.get("train") == "full":
@@ -382,12 +380,6 @@ def require_repeated(held: dict, given: Collection[str], path: str | Path | None
                             "flag to run that code, or give it another value")
 
 
-def flags_to_repeat(held: dict) -> list[str]:
-    """The flags that require_repeated() asks for: --reward my_reward:score, as two words."""
-    return [word for name in NAME_FUNCTIONS if ":" in (held.get(name) or "")
-            for word in (option(name), held[name])]
-
-
 def shape_of(adapter: str, given: dict) -> dict:
     """Rank and alpha of --adapter, which become the run's. UserError if a flag contradicts them."""
     shape = read_peft_config(adapter)._asdict()
@@ -417,12 +409,10 @@ def with_absolute_paths(values: dict) -> dict:
 
 def settings_of_run(folder: str | Path) -> Settings:
     """The settings of a run. `model` is the one that its adapter belongs to: OUT/base if the run
-    calibrated, OUT/model if it trained all weights. UserError if its run.json lacks them.
+    calibrated, OUT/model if it trained all weights.
     """
     path = Path(folder) / "run.json"
     held = settings_in(read_json(path), path)
-    if not {"model", "base"} <= held.keys():
-        raise UserError(f"{path}: has no model or no base")
     if path.with_name("base").exists():
         held["model"] = str(path.with_name("base"))
     if held.get("train") == "full":
@@ -456,15 +446,12 @@ def check_together(settings: Settings) -> None:
                         "the adapter first: tools.convert)")
 
 
-def check_resumed(given: dict, file: dict, held: dict, path: Path) -> None:
-    """UserError unless run.json has all settings of a run and no flag contradicts it. Only --steps
-    may grow, and MAY_CHANGE may change. file: run.json's content; held: the settings in it.
+def check_resumed(given: dict, held: dict) -> None:
+    """UserError if a flag contradicts run.json. Only --steps may grow, and MAY_MOVE may change.
+    held: the settings in run.json.
     """
-    for name in without_places(FIELDS):
-        if name not in file:
-            raise UserError(f"{path}: has no {name}; if that setting is newer than the run, add it "
-                            f"with the value that the run had, such as {FIELDS[name].default}")
+    for name, value in without_places(given).items():
         had = held.get(name)
-        grows = name == "steps" and given.get(name, had) > had
-        if given.get(name, had) != had and not grows and name not in MAY_CHANGE:
-            raise UserError(f"--resume: {option(name)} is {given[name]!r}, the run had {had!r}")
+        grows = name == "steps" and value > had
+        if value != had and not grows and name not in MAY_MOVE:
+            raise UserError(f"--resume: {option(name)} is {value!r}, the run had {had!r}")

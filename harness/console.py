@@ -71,14 +71,13 @@ class Watch:
 def greet(settings: Settings, problems: list, held_out: list, device: torch.device) -> None:
     """The first line of a run: model, data, sizes, device, folder."""
     model, rollout = settings.model, settings.rollout
-    on = f"{WORLD} x {device.type}" if WORLD > 1 else device.type
-    no_gpu = "" if torch.cuda.is_available() else " (torch sees no GPU)"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     weights = "all weights trained" if model.train == "full" else f"frozen {model.base} weights"
     say(f"training {model.model} ({weights}) on {settings.data.data} "
         f"({counted(len(problems), 'problem')}, {len(held_out):,} held out): "
         f"{counted(settings.general.steps, 'step')} of "
         f"{counted(rollout.prompts_per_step, 'problem')} x "
-        f"{counted(rollout.group_size, 'answer')} on {on}{no_gpu}, to {settings.general.out}")
+        f"{counted(rollout.group_size, 'answer')} on {WORLD} x {where}, to {settings.general.out}")
 
 
 def tell(settings: Settings, metrics: dict, updates: list) -> None:

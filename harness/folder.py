@@ -5,13 +5,13 @@ The folder of a run: who may write there, its logs, and crash-safe checkpoints.
           /metrics.jsonl, samples.jsonl            one line per step, one line per completion
           /held_out.jsonl                          one line per completion of an evaluation
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
-                                  /state.json            the counters, one SHA-256 of both files
+                                  /state.json            the counters
           /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
           /model/, models/NAME/                    model folders instead, with --train full
 
 Training changes its tensors in place, one after the other, in the middle of a step. Saved at that
 point, half of them would belong to one step and half to the next. So at the end of each step
-`Checkpoints` copies them to host memory, and files are written only from that copy:
+`RunFolder` copies them to host memory, and files are written only from that copy:
 
     |<------------------ step 7 ------------------>|<------------------ step 8 -----------
     | sample, score, update | logs | copy | (save) | sample, score, update | logs | copy | ...
@@ -30,24 +30,24 @@ bit: noise, order and sampling are functions of the seed and the counters, so th
 generator whose state would have to be saved.
 
 A crash while saving leaves a complete new checkpoint or none (files.new_folder). The last two
-checkpoints are kept, in case the newest is damaged later.
+checkpoints are kept, in case the newest is damaged later. Then remove it, and --resume continues
+from the other.
 
 The copy takes 50 ms per step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
 """
-import hashlib
 import json
 import os
 import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 import env
 from files import (
@@ -60,8 +60,7 @@ from files import (
     read_log,
     write_json,
 )
-from harness.config import flags_to_repeat
-from ranks import RANK, broadcast, gather, say
+from ranks import RANK, say
 
 try:
     import fcntl
@@ -136,31 +135,13 @@ def signals_wait() -> Iterator[None]:
 # -----------------------------------------------------------------------------
 # Whose folder it is
 
-@contextmanager
-def claimed(folder: Path, resume: bool) -> Iterator[None]:
-    """Reserves --out for this run until its process ends.
-
-    UserError if it is not empty or another process writes there. The block sets up the run. If it
-    fails, a new run leaves an empty folder: a calibrated base that it wrote there is removed.
-    """
-    if RANK == 0:
-        claim(folder, resume)
-    try:
-        yield
-    except BaseException:
-        if RANK == 0 and not resume:
-            shutil.rmtree(folder / "base", ignore_errors=True)
-        raise
-
-
 def claim(folder: Path, resume: bool) -> None:
-    """Creates a folder and locks it until the process ends. UserError if that fails, another run
-    has the lock, or the folder of a new run is not empty.
+    """Reserves --out for this run: rank 0 creates the folder and locks it until the process ends.
+    UserError if another run has the lock, or the folder of a new run is not empty.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot create this folder ({error.strerror})") from None
+    if RANK > 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     if fcntl:
         # The lock belongs to the open handle, which is left open on purpose. The system releases it
         # whenever the process ends, so unlike a lock file it cannot be left over.
@@ -173,12 +154,11 @@ def claim(folder: Path, resume: bool) -> None:
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = ", or --resume it" if "run.json" in found else ""
+        if found == ["base"]:                    # the set-up of a run failed after its calibration
+            advice = f", and --model {folder / 'base'}, which is calibrated already"
         raise UserError(f"--out {folder} is not empty, it contains {found[0]}: choose another "
                         f"folder{advice}")
 
-
-# -----------------------------------------------------------------------------
-# Checkpoints
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The folders of all checkpoints, in the order of their steps. A user's copy under a longer
@@ -188,104 +168,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-class Checkpoints:
-    """The last complete step in memory, and its way to disk and back.
-
-    tensors: name -> copy on the host; counters: name -> number (or anything that JSON preserves),
-    {} before the first complete step. result: see RunFolder.
-    """
-
-    def __init__(self, folder: Path, live: Tensors, result: str = "adapter"):
-        self.folder = folder
-        self.result = result
-        # Pinned memory lets the GPU copy into it directly, at the full speed of the bus.
-        self.tensors = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                        for name, t in live.items()}
-        self.counters = {}
-
-    def snapshot(self, live: Tensors, counters: dict) -> None:
-        """Copies the live tensors and the counters at the end of a step."""
-        # A tuple would come back as a list. Large state belongs in the tensors.
-        assert json.loads(json.dumps(counters)) == counters, f"JSON would change {counters}"
-        for name, t in live.items():
-            self.tensors[name].copy_(t)
-        self.counters = dict(counters)
-
-    def save(self) -> None:
-        """Writes the copy to disk. OSError leaves earlier checkpoints as they were."""
-        final = self.folder / f"step_{self.counters['step']:06d}"
-        if final.exists():                       # this run wrote it, or load() found it intact
-            return
-        for cut_off in self.folder.glob(".step_*.????????"):     # new_folder's, after a kill
-            shutil.rmtree(cut_off)
-        tensors = safetensors.torch.save(self.tensors)
-        with new_folder(final) as folder:
-            (folder / "state.safetensors").write_bytes(tensors)
-            write_json(folder / "state.json",
-                       self.counters | {"sha256": digest(tensors, self.counters)})
-        for old in checkpoints_in(self.folder)[:-2]:
-            shutil.rmtree(old)
-
-    def load(self) -> None:
-        """Fills the copy from the newest intact checkpoint, if there is one, and prints which.
-
-        Newer, damaged ones are renamed, so that they are neither lost nor tried again. Stopped,
-        with nothing changed, if the intact one does not belong to this run, or if none is intact
-        although the run has saved one.
-        """
-        damaged = []
-        for folder in reversed(checkpoints_in(self.folder)):
-            try:
-                counters, tensors = read_checkpoint(folder)
-            except (OSError, ValueError, KeyError) as error:
-                say(f"{folder}: skipping damaged checkpoint: {error}")
-                damaged.append(folder)
-                continue
-            held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
-                            for part in (tensors, self.tensors))
-            if held != wanted:
-                raise Stopped(f"{folder}: is not a state of this run: tensor names, shapes or "
-                              "types differ", "")
-            for other in damaged:
-                other.rename(other.with_name(f"damaged_{other.name}_{time.time_ns()}"))
-            for name, t in tensors.items():
-                self.tensors[name].copy_(t)
-            self.counters = counters
-            say(f"{folder}: continuing from here")
-            return
-        # Somebody who deletes checkpoints to save space does not want the run to start over: that
-        # would empty the logs and replace the trained adapter with a new one.
-        trained = self.folder.parent / self.result
-        if damaged or trained.exists():
-            raise Stopped(f"{self.folder}: no intact checkpoint: start a new run with "
-                          f"--{self.result} {trained}", "")
-        say(f"{self.folder}: no checkpoint, starting from step 0")
-
-
-def read_checkpoint(folder: Path) -> tuple[dict, Tensors]:
-    """-> the counters and tensors of a checkpoint. OSError, ValueError or KeyError if it is
-    damaged.
-    """
-    counters = json.loads((folder / "state.json").read_bytes())
-    tensors = (folder / "state.safetensors").read_bytes()
-    if counters.pop("sha256") != digest(tensors, counters):
-        raise ValueError("its checksum does not match")
-    return counters, safetensors.torch.load(tensors)
-
-
-def digest(tensors: bytes, counters: dict) -> str:
-    """SHA-256 of a checkpoint: of the bytes of state.safetensors, then of its counters."""
-    return hashlib.sha256(tensors + json.dumps(counters, sort_keys=True).encode()).hexdigest()
-
-
 # -----------------------------------------------------------------------------
 # The folder
 
 class RunFolder:
-    """Everything that a run writes, on rank 0 only.
+    """Everything that a run writes, on rank 0 only, and the copy of its last complete step.
 
     live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
     result: the name of what is trained, "adapter", or "model" if the files are a full model.
+
+    copies: name -> copy of a live tensor on the host; counters: name -> number (or anything that
+    JSON preserves), {} before the first complete step.
     """
 
     def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None],
@@ -294,29 +187,33 @@ class RunFolder:
         self.live = live
         self.write_adapter = write_adapter
         self.result = result
-        self.checkpoints = Checkpoints(path / "checkpoints", live, result)
+        self.checkpoints = path / "checkpoints"
+        # Pinned memory lets the GPU copy into it directly, at the full speed of the bus.
+        self.copies = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                       for name, t in live.items()}
+        self.counters = {}
         self.run_json = {}                       # the content of run.json, set by start()
 
     def start(self, run_json: dict, resume: bool) -> dict:
-        """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into
-        every rank's live tensors and cuts the logs back to it. Returns the checkpoint's counters,
-        {} if there is none.
+        """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into the
+        live tensors and cuts the logs back to it. Returns the checkpoint's counters, {} if there
+        is none.
 
         run_json: the file's new content; for a resumed run its present content.
         """
         self.run_json = run_json
-        if RANK == 0 and resume:
-            self.checkpoints.load()
-            for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
-                trim_log(self.path / name, self.checkpoints.counters.get("step", 0))
-        elif RANK == 0:
+        if not resume:
             self.note()
-        counters = gather([self.checkpoints.counters])[0]
-        if counters:
-            for name, t in self.checkpoints.tensors.items():
-                self.live[name].copy_(broadcast(t))
+            return {}
+        self.load()                              # on every rank
+        if RANK == 0:
+            for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+                trim_log(self.path / name, self.counters.get("step", 0))
+        if self.counters:
+            for name, t in self.copies.items():
+                self.live[name].copy_(t)
             self.save()                          # a kill may have come between state and adapter/
-        return counters
+        return self.counters
 
     def log(self, name: str, objects: list[dict]) -> None:
         """Appends lines to a log. They are on disk before the checkpoint of their step."""
@@ -324,21 +221,73 @@ class RunFolder:
             append_lines(self.path / name, objects)
 
     def snapshot(self, counters: dict) -> None:
-        """Copies the live tensors. If the run ends after this, this step is what it saves."""
-        self.checkpoints.snapshot(self.live, counters)
+        """Copies the live tensors and the counters at the end of a step. If the run ends after
+        this, this step is what it saves.
+        """
+        # A tuple would come back as a list. Large state belongs in the tensors.
+        assert json.loads(json.dumps(counters)) == counters, f"JSON would change {counters}"
+        for name, t in self.live.items():
+            self.copies[name].copy_(t)
+        self.counters = dict(counters)
 
     def save(self) -> str:
         """Writes the last complete step's checkpoint and adapter/. OSError if the disk is full.
 
         -> a part of the message with which a run ends: which step is saved.
         """
-        last = self.checkpoints
-        if not last.counters:
+        if not self.counters:
             return "nothing was changed"
         if RANK == 0:
-            last.save()
-            self.write_adapter(last.tensors, self.path / self.result)
-        return f"step {last.counters['step']} is saved"
+            self.save_checkpoint()
+            self.write_adapter(self.copies, self.path / self.result)
+        return f"step {self.counters['step']} is saved"
+
+    def save_checkpoint(self) -> None:
+        """Writes the copy to disk. OSError leaves earlier checkpoints as they were."""
+        final = self.checkpoints / f"step_{self.counters['step']:06d}"
+        if final.exists():                       # this run wrote it, or load() read it
+            return
+        for cut_off in self.checkpoints.glob(".step_*.????????"):    # new_folder's, after a kill
+            shutil.rmtree(cut_off)
+        with new_folder(final) as folder:
+            data = safetensors.torch.save(self.copies)
+            (folder / "state.safetensors").write_bytes(data)
+            write_json(folder / "state.json", self.counters)
+        for old in checkpoints_in(self.checkpoints)[:-2]:
+            shutil.rmtree(old)
+
+    def load(self) -> None:
+        """Fills the copy from the newest checkpoint, if there is one, and prints which.
+
+        Stopped, with nothing changed, if it is damaged or does not belong to this run, or if there
+        is none although the run has saved one.
+        """
+        found = checkpoints_in(self.checkpoints)
+        trained = self.path / self.result
+        if not found and trained.exists():
+            # Somebody who deletes checkpoints to save space does not want the run to start over:
+            # that would empty the logs and replace the trained adapter with a new one.
+            raise Stopped(f"{self.checkpoints}: no checkpoint: start a new run with "
+                          f"--{self.result} {trained}", "")
+        if not found:
+            say(f"{self.checkpoints}: no checkpoint, starting from step 0")
+            return
+        newest = found[-1]
+        try:
+            counters = json.loads((newest / "state.json").read_bytes())
+            tensors = safetensors.torch.load((newest / "state.safetensors").read_bytes())
+        except (OSError, ValueError, SafetensorError) as error:
+            raise Stopped(f"{newest}: is damaged ({first_line(error)}): remove it to continue from "
+                          "the one before", "") from None
+        held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
+                        for part in (tensors, self.copies))
+        if held != wanted:
+            raise Stopped(f"{newest}: is not a state of this run: tensor names, shapes or types "
+                          "differ", "")
+        for name, t in tensors.items():
+            self.copies[name].copy_(t)
+        self.counters = counters
+        say(f"{newest}: continuing from here")
 
     def keep_adapter(self, name: str) -> None:
         """Writes the live tensors as adapters/NAME, which no save replaces."""
@@ -356,15 +305,12 @@ class RunFolder:
         cannot. then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
-        words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
-        return f"{then} {shlex.join(words)}" if then and begun else ""
+        return f"{then} --out {shlex.quote(str(self.path))}" if then and begun else ""
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Cuts a log after its last line of a step before `step`. Prints a line if it is missing."""
+    """Cuts a log, if there is one, after its last line of a step before `step`."""
     if not path.exists():
-        if step:
-            say(f"{path} is missing: it restarts at step {step}")
         return
     kept = 0
     for row, end in read_log(path):

@@ -107,7 +107,6 @@ class Option(NamedTuple):
     pool: float                   # bytes
     pool_is_whole: bool           # max_rows sequences of full length fit
     kept_layers: int              # how many layers keep their activations
-    free: float                   # bytes that were divided
 
 
 def learner_cost(tokens: int, kept: float, layer_weights: float) -> float:
@@ -221,11 +220,11 @@ class Plan:
         self.micro_batch_tokens = best.micro_batch_tokens
         self.pool = best.pool
         self.kept_layers = best.kept_layers
-        self.free = best.free
-        left = best.free - best.micro_batch
-        table = self._fixed(best.max_rows) | {
+        fixed = self._fixed(best.max_rows)
+        self.free = self.limit - sum(fixed.values())                   # bytes that were divided
+        table = fixed | {
             "longest micro-batch": best.micro_batch, "KV pool": best.pool,
-            "activations": left - best.pool, "together": self.limit}
+            "activations": self.free - best.micro_batch - best.pool, "together": self.limit}
         for name, size in table.items():
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
@@ -279,8 +278,8 @@ class Plan:
                 continue
             forwards = learner_cost(computed, kept_layers / c.layers, layer_weights)
             options.append(Option(max(0, useful_pool / 4 - left), forwards, max_rows, tokens,
-                                  self.measured[tokens], pool, pool >= useful_pool, kept_layers,
-                                  free))
+                                  self.measured[tokens], pool, pool >= useful_pool,
+                                  kept_layers))
             if kept_layers == c.layers:
                 break                            # a smaller size gains nothing
         return min(options, key=lambda option: (option.pool_lack, option.forwards), default=None)

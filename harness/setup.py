@@ -9,7 +9,6 @@ weights.
 """
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import math
 import os
@@ -29,9 +28,9 @@ import lora
 import model as qwen
 import nvfp4
 import rewards
-from files import UserError, counted
+from files import UserError, write_json
 from harness import console, memory
-from harness.config import MAY_CHANGE, MAY_MOVE, Model, Objective, Rollout, Settings, without_places
+from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_places
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
@@ -40,12 +39,7 @@ from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
 from sampler import KV_BLOCK, Sampler, TorchEngine
 from tasks import plugin
-from weights import (
-    ModelFolder,
-    tell_other_conditions,
-    training_conditions,
-    write_conditions,
-)
+from weights import TRAINED_WITH, ModelFolder, tell_other_conditions, training_conditions
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,6 @@ class Progress:
     step: int = 0                                # completed steps
     cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
-    best: float = -1e9                           # best held-out accuracy, or mean of --reward
-    best_step: int = 0                           # whole steps done then; 0: before training
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,11 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     device = choose_device(wanted.device, settings.model.model, wanted.kernels)
     memory.bound(wanted.memory_gib, device)
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    folder, tokenizer, problems, held_out = read_problems(settings)
+    folder = ModelFolder(settings.model.model)
+    folder.check_length(settings.data.max_prompt_tokens + settings.rollout.max_new_tokens)
+    tokenizer = Tokenizer(folder.path, settings.data.thinking)
+    problems, held_out = split_problems(settings.data, tokenizer)
     console.greet(settings, problems, held_out, device)
-    if device.type == "cuda":
-        say(f"on {torch.cuda.get_device_name(device)}")
     join_ranks(device)
     flags = without_places(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out)
@@ -102,7 +95,6 @@ def prepare(settings: Settings, before: dict | None) -> Run:
         check_unchanged(before, flags)
     conditions = training_conditions(model.folder, settings.model.base,
                                      settings.data.prompt_style, settings.data.thinking)
-    conditions["model_sha256"] = model.folder.sha256(linears=False)
     if settings.model.adapter:
         tell_other_conditions(settings.model.adapter, conditions)
     optim = settings.optim
@@ -119,7 +111,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
 
     def write_adapter(tensors, folder):
         lora.save_adapter(model, folder, tensors["master"])
-        write_conditions(folder, conditions)
+        write_json(folder / TRAINED_WITH, conditions)
 
     def write_model(tensors, folder):
         full.save(model, tensors["master"].cpu(), folder)
@@ -141,15 +133,6 @@ def calibration_problems(wanted: Model, device: torch.device, config: dict) -> i
         return wanted.calibrate
     becomes_nvfp4 = wanted.base == "nvfp4" and not config.get("quantization_config")
     return CALIBRATION_PROBLEMS if becomes_nvfp4 and device.type == "cuda" else 0
-
-
-def read_problems(settings: Settings) -> tuple[ModelFolder, Tokenizer, list, list]:
-    """-> the model's folder, tokenizer, problems to train on, problems held out."""
-    wanted = settings.data
-    folder = ModelFolder(settings.model.model)
-    folder.check_length(wanted.max_prompt_tokens + settings.rollout.max_new_tokens)
-    tokenizer = Tokenizer(folder.path, wanted.thinking)
-    return folder, tokenizer, *split_problems(wanted, tokenizer)
 
 
 def check_same_on_all_ranks(flags: dict) -> None:
@@ -186,14 +169,12 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
-                                       "gptq", general.seed,
-                                       min(512, settings.rollout.max_new_tokens))
+                                       general.seed, min(512, settings.rollout.max_new_tokens))
         gather([])                               # the other ranks wait here
         folder = ModelFolder(calibrated)
     model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
-    # A run that was killed before its first checkpoint starts from --adapter again. One whose
-    # checkpoints are all damaged is refused (Checkpoints.load).
+    # A run that was killed before its first checkpoint starts from --adapter again.
     continues = checkpoints_in(Path(general.out, "checkpoints"))
     if wanted.train == "full":
         full.attach(model)
@@ -220,9 +201,7 @@ def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits
     # so the last digits. A second start may measure other values: only the first one calibrates.
     if before is None or limits.memory_gib not in (None, before["memory_plan"]["memory_gib"]):
         return None
-    plan = before["memory_plan"]
-    known = {name: plan[name] for name in memory.Limits._fields if name in plan}
-    return memory.Limits(**known)._replace(memory_gib=limits.memory_gib)
+    return memory.Limits(**before["memory_plan"])._replace(memory_gib=limits.memory_gib)
 
 
 def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
@@ -272,17 +251,13 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
 
 def begin(run: Run) -> Progress:
     """Writes run.json, or reads a resumed run's checkpoint -> its Progress."""
-    general, before = run.settings.general, run.before
-    device = run.model.device
+    before, device = run.before, run.model.device
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
     about = env.provenance(hardware)
     counters = run.folder.start(before or run.flags | {"about": about}, before is not None)
     run.learner.restore(counters)
-    mine = run.learner.tensors()["master"].cpu().numpy().tobytes()
-    digests = gather([hashlib.sha256(mine).hexdigest()])
-    assert len(set(digests)) == 1, "ranks start from different adapters"
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
     if before:
@@ -291,16 +266,10 @@ def begin(run: Run) -> Progress:
             if began_with != about[what]:
                 say(f"{what} was {began_with}, is now {about[what]}: results may differ from an "
                     "uninterrupted run")
-        changes = {name: run.flags[name] for name in (*MAY_CHANGE, "steps")
+        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
                    if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)
-        if "steps" in changes:
-            say(f"--steps was {before['steps']}, is now {general.steps}: the schedules of learning "
-                "rate and noise stretch, so both may rise again")
-    if progress.step >= general.steps:
-        say(f"{general.out} has completed its {counted(general.steps, 'step')}; to train longer: "
-            "--resume --steps N")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
     if device.type == "cuda":                    # console.farewell() prints that of training only
         torch.cuda.empty_cache()

@@ -20,6 +20,7 @@ of its 95 % interval (other seeds, same test problems and 4-bit conversions):
 """
 import argparse
 import csv
+import signal
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev, variance
@@ -225,6 +226,8 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", nargs="?", type=Path, help="SVG file to draw instead")
     out = parser.parse_args().picture
+    if hasattr(signal, "SIGPIPE"):                       # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` ends the program without a traceback
     arms = read(Path(__file__).with_name("results.csv"))
     if out:
         out.write_text(picture(arms))

@@ -33,6 +33,7 @@ Graders disagree on these; here is what this one does:
     lists and sets have no order, tuples do     a row is not a column
     2x = 6 is not x = 3: it is not solved       x = 41 = 42 is wrong: two different numbers
     10-3 is 7, but 5-10 is a range              sums and integrals are compared as text
+    6e-10 has Euler's e: it is 6e - 10          1e5 is not read
 """
 import re
 from functools import lru_cache

@@ -1,7 +1,7 @@
 """
 Word problems of one or two steps with integers, which the bundled model learns offline.
 
-    problems = arithmetic("train")               4,096 tuples (id, question, answer)
+    problems = arithmetic("train")               tuples (id, question, answer)
 
 The splits share no question: a hash of its text decides which one it belongs to.
 """
@@ -27,6 +27,7 @@ KINDS = (                                        # text, and the operations on a
     ("{name} has {a} boxes with {b} {things} each and sells {c}. "
      "How many {things} are left?", "*-"),
 )
+COUNTS = {"train": 4096, "test": 1024}           # problems of each split
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
@@ -52,8 +53,9 @@ def is_held_out(question):
     return zlib.crc32(question.encode()) % 8 == 0
 
 
-def arithmetic(split, count=4096, seed=0):
-    """`count` different problems of one split, the same on every machine."""
+def arithmetic(split, count=None, seed=0):
+    """`count` different problems of one split (default: COUNTS), the same on every machine."""
+    count = count or COUNTS[split]
     rng = random.Random(f"arithmetic/{seed}")
     problems = {}
     while len(problems) < count:

@@ -26,7 +26,6 @@ def evaluation_figures(rows: list[dict], samples: int) -> dict:
     correct = [[int(row["correct"]) for row in group] for group in groups]
     ks = sorted({samples, *(2**i for i in range(samples.bit_length()))})         # 1, 2, 4, ..., N
     values = {f"pass@{k}": [pass_at_k(samples, sum(c), k) for c in correct] for k in ks}
-    values["pass@1_lenient"] = [mean([row["lenient"] for row in group]) for group in groups]
     figures = {name: confidence_interval(each, samples) for name, each in values.items()}
     figures |= {key: mean([row[key] for row in rows]) for key in ("format", "length")}
     figures["truncated"] = mean([not row["finished"] for row in rows])

@@ -2,19 +2,16 @@
 Calls the user's functions: --reward module:function and --prompt-style module:function.
 
     reward = Reward("my_rewards:length")         # my_rewards.py in the working directory
-    reward("the answer is 5", problem, group)    # {"reward": 15.0}
+    reward("the answer is 5", problem)           # {"reward": 15.0}
 
 Any error in the user's file, from a syntax error to a division by zero at step 400, becomes one
 line with the flag, the file and its line number.
 
 The module must be a file in the working directory or in examples/, never a package or an installed
-module: `sympy:sympify` would evaluate text written by a model. It must not be in the folder of a
-run either: a run.json from somebody else could name a file next to it.
+module: `sympy:sympify` would evaluate text written by a model.
 """
-import functools
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -28,50 +25,43 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # The largest absolute reward. Advantages may be as large, gradients grow with them, and the squares
 # of gradients must stay below 3.4e38, the largest fp32 number.
 LARGEST_REWARD = 1e15
-# Keyword parameters that a reward may have: def reward(completion, problem, *, length).
-# length: tokens of the completion, including its end token. finished: it was not cut off.
-ASKED_BY_NAME = "length", "finished"
+# Parameters that a reward may have besides the first two: def reward(completion, problem, length).
+# group: the completions of the group. length: tokens of the completion, including its end token.
+# finished: it was not cut off.
+ASKED_BY_NAME = "group", "length", "finished"
 
 
 class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
-    `problem` is a dict: all fields of the problem's row, plus id, question and answer. A third
-    parameter without a default gets the completions of the group. Keyword parameters may be those
-    in ASKED_BY_NAME. The function returns a number, or a dict of numbers to be summed;
-    rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of training. No
-    number or sum may exceed LARGEST_REWARD. UserError if the function has other parameters.
+    `problem` is a dict: all fields of the problem's row, plus id, question and answer. Parameters
+    named in ASKED_BY_NAME get these values. The function returns a number, or a dict of numbers to
+    be summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
+    training. No number or sum may exceed LARGEST_REWARD. UserError if the function has other
+    parameters without a default.
     """
 
     def __init__(self, spec: str):
         self.name = f"--reward {spec}"
         self.function = load_function(spec, "--reward")
         signature = inspect.signature(self.function)
-        needed = [p for p in signature.parameters.values()
-                  if p.default is p.empty]       # a weight=0.1 is the user's own
-        positional = [p for p in needed
-                      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.num_arguments = 3 if len(positional) > 2 else 2
-        self.asked = [p.name for p in needed
-                      if p.kind is p.KEYWORD_ONLY and p.name in ASKED_BY_NAME]
+        self.asked = [name for name in ASKED_BY_NAME if name in signature.parameters]
         try:
-            signature.bind(*[None] * self.num_arguments, **dict.fromkeys(self.asked))
+            signature.bind(None, None, **dict.fromkeys(self.asked))
         except TypeError as error:
-            raise UserError(f"{self.name}: is called as function(completion, problem); it may "
-                            "have a third parameter, for the completions of the group, and "
-                            f"keyword parameters {' and '.join(ASKED_BY_NAME)}: {error}") from None
+            raise UserError(f"{self.name}: is called as function(completion, problem), and with "
+                            f"{', '.join(ASKED_BY_NAME)} if it has parameters of these names: "
+                            f"{error}") from None
 
-    def __call__(self, completion: str, problem, group: list[str], **about: object
-                 ) -> dict[str, float]:
+    def __call__(self, completion: str, problem, **about: object) -> dict[str, float]:
         """The reward of one completion: its parts by name.
 
         problem: a problems.Problem. about: a value for each name in ASKED_BY_NAME.
         Stopped if the function fails or returns anything that cannot be trained on.
         """
         what = f"problem {problem.id}, completion {completion[:80]!r}"
-        arguments = (completion, problem.fields(), group)[:self.num_arguments]
-        function = functools.partial(self.function, **{name: about[name] for name in self.asked})
-        value = call_users(self.name, function, what, *arguments)
+        asked = {name: about[name] for name in self.asked}
+        value = call_users(self.name, self.function, what, completion, problem.fields(), **asked)
         parts = value if isinstance(value, dict) else {"reward": value}
         try:
             numbers = {str(name): float(part) for name, part in parts.items()
@@ -88,23 +78,21 @@ class Reward:
         return numbers
 
 
-def call_users(name: str, function: Callable, what: str, *arguments: object) -> object:
+def call_users(name: str, function: Callable, what: str, *arguments: object,
+               **named: object) -> object:
     """Calls a user's function. If it raises, Stopped gives the line in the user's file.
 
     name, what: the flag and the problem, for messages. A call that never returns is not
     interrupted.
     """
-    folder = os.getcwd()
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     except (KeyboardInterrupt, Stopped):         # a signal during the call
         raise
     except BaseException as error:               # asyncio.CancelledError is not an Exception
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({what})") from None
-    finally:
-        os.chdir(folder)                         # in case the function left: --out is relative
 
 
 def load_function(spec: str, flag: str) -> Callable:
@@ -113,7 +101,10 @@ def load_function(spec: str, flag: str) -> Callable:
     if not (module_name.isidentifier() and name.isidentifier()):
         raise UserError(f"{flag} takes module:function, such as my_rewards:score, got "
                         f"{short_repr(spec)}")
-    path = find_module(module_name, f"{flag} {spec}")
+    places = [folder / f"{module_name}.py" for folder in (Path.cwd(), EXAMPLES)]
+    path = next(filter(Path.is_file, places), None)
+    if path is None:
+        raise UserError(f"{flag} {spec}: no {module_name}.py in {Path.cwd()} or {EXAMPLES}")
     if str(path.parent) not in sys.path:
         # For the imports of the user's file. Last, so that a learner.py or model.py next to it
         # never replaces ours.
@@ -127,22 +118,6 @@ def load_function(spec: str, flag: str) -> Callable:
     if not callable(function):
         raise UserError(f"{flag} {spec}: {path} has no function {name!r}")
     return function
-
-
-def find_module(name: str, what: str) -> Path:
-    """The file of a module, from the working directory or examples/. UserError, which begins with
-    `what`, if there is none, or if it is in or below the folder of a run.
-    """
-    for folder in (Path.cwd(), EXAMPLES):
-        path = folder / f"{name}.py"
-        if path.is_file():
-            for parent in (*path.parents, *path.resolve().parents):          # a link's both places
-                if (parent / "run.json").exists():
-                    raise UserError(f"{what}: {path} is in the folder of a run (it has a "
-                                    "run.json), and no code is taken from there: copy it to "
-                                    "another folder and start there")
-            return path
-    raise UserError(f"{what}: no {name}.py in {Path.cwd()} or {EXAMPLES}")
 
 
 @cache

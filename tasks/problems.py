@@ -7,14 +7,13 @@ Problems from a file, a data set or a generator.
 A row without a question or an answer is an error that names its file and line: skipping it would
 silently train on a different data set.
 """
-import math
 import os
 import random
 import re
 import shutil
 import urllib.request
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import huggingface_hub
@@ -107,9 +106,7 @@ def fetch_split(source: str, split: str) -> list[Path]:
     try:
         if repository == "https":
             return [download(where.format(split=split), f"{source}_{split}.jsonl")]
-        root = Path(huggingface_hub.snapshot_download(
-            repository, repo_type="dataset",
-            allow_patterns=[os.path.join(folder, f"*{suffix}") for suffix in SUFFIXES]))
+        root = hub_files(repository, folder)
     except Exception as error:                   # hub, httpx and urllib share no base class
         raise UserError(f"cannot fetch {where} into {constants.HF_HOME}: "
                         f"{type(error).__name__}: {error}") from error
@@ -121,6 +118,14 @@ def fetch_split(source: str, split: str) -> list[Path]:
         raise UserError(f"{where} has {split} files in several folders: give {choices}")
     kinds = [[path for path in files if path.suffix == suffix] for suffix in SUFFIXES]
     return next(filter(None, kinds), [])
+
+
+@cache
+def hub_files(repository: str, folder: str) -> Path:
+    """The local copy of a data set on the hub. Cached: both splits are in it."""
+    patterns = [os.path.join(folder, f"*{suffix}") for suffix in SUFFIXES]
+    return Path(huggingface_hub.snapshot_download(repository, repo_type="dataset",
+                                                  allow_patterns=patterns))
 
 
 def download(url: str, name: str) -> Path:
@@ -182,7 +187,7 @@ def find_gold(row: dict) -> str | None:
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for name in GOLDS:
         value = fields.get(name)
-        if type(value) not in (str, int, float) or value in (math.inf, -math.inf):
+        if type(value) not in (str, int, float):
             continue
         text = str(value).strip()
         marked = "####" in text

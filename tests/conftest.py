@@ -65,7 +65,7 @@ def tiny_nvfp4(tmp_path_factory):
     import calibrate
     from weights import ModelFolder
     out = tmp_path_factory.mktemp("nvfp4") / "tiny"
-    calibrate.to_nvfp4(calibrate.source_of(ModelFolder(ROOT / "tiny"), torch.device("cpu")), out, "search")
+    calibrate.to_nvfp4(calibrate.source_of(ModelFolder(ROOT / "tiny"), torch.device("cpu")), out)
     return out
 
 

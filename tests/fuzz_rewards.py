@@ -82,7 +82,7 @@ def examine(a, b):
     """Returns the errors in the verdicts on a and b, what to count, and the CPU time in seconds."""
     start = time.process_time()
     verdict, mirrored, same = is_equal(a, b), is_equal(b, a), is_equal(a, a)
-    boxed, rule = grade(f"so \\boxed{{{a}}} it is", b, f"What is ${b}$?").rule, grade(a, b, last_number=True).rule
+    boxed, rule = grade(f"so \\boxed{{{a}}} it is", b, f"What is ${b}$?").rule, grade(f"Answer: {a}", b).rule
     counts = "equal" if verdict else "unequal", "readable" if can_read(a) else "unreadable", rule
     wrong = {"not symmetric": verdict != mirrored, "not reflexive": same != (a.strip() != ""),
              "truncated": boxed == "truncated" and "<think>" not in a}

@@ -21,7 +21,7 @@ FLAGS = {"step": ["--prompts", 3, "--group-size", 2, "--micro-batch-tokens", 204
 def measured(on_cpu, monkeypatch):
     """A function that runs a command on the toy model with FLAGS and these flags. -> its figures"""
     def figures(command, *flags):
-        monkeypatch.setattr(sys, "argv", ["bench.py", command, "--model", "random:toy", "--lora-rank", "2",
+        monkeypatch.setattr(sys, "argv", ["bench.py", command, "--model", "toy", "--lora-rank", "2",
                                           *map(str, [*FLAGS[command], *flags])])
         return list(bench.COMMANDS[command](bench.read_flags()))[-1]
     return figures

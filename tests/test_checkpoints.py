@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from files import Stopped, UserError
 from harness import folder as folder_py
-from harness.folder import Checkpoints, RunFolder, claim, claimed, ending_with, signals_wait, trim_log
+from harness.folder import RunFolder, claim, ending_with, signals_wait, trim_log
 
 
 @pytest.fixture
@@ -31,16 +31,16 @@ def some_live():
     return {"master": torch.arange(6.0).view(2, 3), "step": torch.tensor(4.0), "half": torch.ones(4).bfloat16()}
 
 
-def saved(folder, step):
-    checkpoints = Checkpoints(folder, some_live())
-    checkpoints.snapshot(some_live(), {"step": step, "cursor": 7 * step, "best": -1e9})
-    checkpoints.save()
+def saved(path, step):
+    folder = RunFolder(path, some_live(), None)
+    folder.snapshot({"step": step, "cursor": 7 * step})
+    folder.save_checkpoint()
 
 
-def loaded(folder):
-    checkpoints = Checkpoints(folder, some_live())
-    checkpoints.load()
-    return checkpoints
+def loaded(path):
+    folder = RunFolder(path, some_live(), None)
+    folder.load()
+    return folder
 
 
 def names_in(folder):
@@ -50,12 +50,9 @@ def names_in(folder):
 # -----------------------------------------------------------------------------
 # Logs and checkpoints
 
-def test_log_is_trimmed_to_earlier_steps(tmp_path, capsys):
+def test_log_is_trimmed_to_earlier_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     trim_log(path, 0)                                                     # there is no log yet
-    assert not capsys.readouterr().out
-    trim_log(path, 3)
-    assert "metrics.jsonl is missing" in capsys.readouterr().out
     lines = "".join(json.dumps({"step": step, "x": "é"}) + "\n" for step in (0, 0, 1, 2, 3, 3, 4))
     path.write_text(lines + '{"step": 1, "x"')                            # cut off by a kill
     trim_log(path, 3)
@@ -68,18 +65,18 @@ def test_log_is_trimmed_to_earlier_steps(tmp_path, capsys):
 def test_checkpoint_round_trips_and_last_two_are_kept(tmp_path, capsys):
     for step in (999_960, 999_980, 1_000_000):                            # sorted by name, the last would be first
         saved(tmp_path, step)
-    assert names_in(tmp_path) == ["step_1000000", "step_999980"]
-    checkpoints = loaded(tmp_path)
-    assert checkpoints.counters == {"step": 1_000_000, "cursor": 7_000_000, "best": -1e9}
+    assert names_in(tmp_path / "checkpoints") == ["step_1000000", "step_999980"]
+    folder = loaded(tmp_path)
+    assert folder.counters == {"step": 1_000_000, "cursor": 7_000_000}
     for name, tensor in some_live().items():
-        assert torch.equal(checkpoints.tensors[name], tensor) and checkpoints.tensors[name].dtype == tensor.dtype
+        assert torch.equal(folder.copies[name], tensor) and folder.copies[name].dtype == tensor.dtype
     assert "step_1000000: continuing from here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("changed", [{1: 0.5}, (3, 4), torch.tensor(0.5), {3}])
 def test_counter_that_json_would_change_is_rejected(tmp_path, changed):
     with pytest.raises((AssertionError, TypeError)):
-        Checkpoints(tmp_path, some_live()).snapshot(some_live(), {"step": 1, "mine": changed})
+        RunFolder(tmp_path, some_live(), None).snapshot({"step": 1, "mine": changed})
 
 
 def test_save_writes_last_complete_step(tmp_path):
@@ -101,49 +98,38 @@ def cut(file):
     os.truncate(file, file.stat().st_size - 5)
 
 
-def flip_a_bit(file):
-    data = bytearray(file.read_bytes())
-    data[-6] ^= 1
-    file.write_bytes(data)
-
-
-@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json"])
-def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, capsys, damage, name):
+def test_damaged_checkpoint_is_named_and_the_previous_one_loads(tmp_path, damage, name):
     for step in (3, 6):
-        saved(tmp_path / "checkpoints", step)
+        saved(tmp_path, step)
     damage(tmp_path / "checkpoints/step_000006" / name)
-    assert loaded(tmp_path / "checkpoints").counters["step"] == 3
-    assert "step_000006: skipping damaged checkpoint" in capsys.readouterr().out
-    left = names_in(tmp_path / "checkpoints")
-    assert len(left) == 2 and left[0].startswith("damaged_step_000006") and left[1] == "step_000003"      # kept
-    damage(tmp_path / "checkpoints/step_000003" / name)
-    with pytest.raises(Stopped, match=f"--adapter {tmp_path}/adapter"):
-        loaded(tmp_path / "checkpoints")
-    assert names_in(tmp_path / "checkpoints") == left                     # not renamed: the disk may recover
+    with pytest.raises(Stopped, match="step_000006: is damaged"):
+        loaded(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints/step_000006")
+    assert loaded(tmp_path).counters["step"] == 3
 
 
 def test_resume_without_checkpoints(tmp_path):
     (tmp_path / "checkpoints" / ".step_000020.abcdefgh").mkdir(parents=True)         # left by a kill
-    assert loaded(tmp_path / "checkpoints").counters == {}
-    saved(tmp_path / "checkpoints", 20)
+    assert loaded(tmp_path).counters == {}
+    saved(tmp_path, 20)
     assert names_in(tmp_path / "checkpoints") == ["step_000020"]
     # If a user deletes the checkpoints, --resume from step 0 would empty the logs.
     (tmp_path / "adapter").mkdir()
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(Stopped, match="--adapter"):
-        loaded(tmp_path / "checkpoints")
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"foreign": torch.zeros(2)}, {"master": torch.zeros(3)}, {"step": torch.tensor(4)}])
 def test_checkpoint_of_another_run_is_rejected(tmp_path, change):
-    live = some_live() | change
-    checkpoints = Checkpoints(tmp_path, live)
-    checkpoints.snapshot(live, {"step": 3})
-    checkpoints.save()
+    folder = RunFolder(tmp_path, some_live() | change, None)
+    folder.snapshot({"step": 3})
+    folder.save_checkpoint()
     with pytest.raises(Stopped, match="step_000003: is not a state of this run"):
         loaded(tmp_path)
-    assert names_in(tmp_path) == ["step_000003"]
+    assert names_in(tmp_path / "checkpoints") == ["step_000003"]
 
 
 def killed_at(moment, save):
@@ -189,8 +175,8 @@ def test_unusable_out_is_named(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "taken" / ".base.x1").mkdir(parents=True)
-    expected = ".base.x1" if name == "taken" else f"--out {tmp_path}/{name}"      # hidden files count
-    with pytest.raises(UserError, match=expected):
+    expected = ".base.x1" if name == "taken" else f"{tmp_path}/{name}"    # hidden files count
+    with pytest.raises((UserError, OSError), match=expected):
         claim(tmp_path / name, False)
 
 
@@ -203,13 +189,10 @@ def test_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
     assert (tmp_path / "x").is_dir()
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_failed_start_removes_calibrated_base(tmp_path, resume):
-    with pytest.raises(Stopped):
-        with claimed(tmp_path, resume):
-            (tmp_path / "base").mkdir()
-            raise Stopped("before the first step")
-    assert (tmp_path / "base").exists() == resume
+def test_calibrated_base_of_a_failed_start_is_offered(tmp_path):
+    (tmp_path / "base").mkdir()
+    with pytest.raises(UserError, match=f"--model {tmp_path}/base"):
+        claim(tmp_path, False)
 
 
 def test_resume_writes_the_adapter_that_a_kill_prevented(tmp_path):
@@ -219,7 +202,7 @@ def test_resume_writes_the_adapter_that_a_kill_prevented(tmp_path):
         folder.start({}, resume)
         if not resume:
             folder.snapshot({"step": 2})
-            folder.checkpoints.save()                                     # a kill would come here
+            folder.save_checkpoint()                                     # a kill would come here
     assert len(written) == 1 and torch.equal(written[0], some_live()["master"])
 
 

@@ -103,12 +103,6 @@ def already_quantized(folder):
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
 
 
-def short_head(folder):
-    name = "lm_head.weight"
-    file = Shards(folder).names[name]
-    save_file(load_file(file) | {name: torch.zeros(3, 128).bfloat16()}, file)
-
-
 def nan_in_the_last_layer(folder):                         # found after most is written
     name = "model.layers.1.mlp.down_proj.weight"
     file = Shards(folder).names[name]
@@ -124,7 +118,6 @@ def full_disk(folder):                                     # fails when weights 
 
 @pytest.mark.parametrize("damage,words", [
     (already_quantized, ["config.json", "already quantized"]),
-    (short_head, ["lm_head.weight"]),
     (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight"]),
     (full_disk, ["/.out.", "No space left on device"])])
 def test_bad_source_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
@@ -188,7 +181,7 @@ def test_merged_folder_equals_trained_model(trained, tmp_path, monkeypatch, caps
     capsys.readouterr()
     assert [ModelFolder(path).choose_base(None) for path in (tmp_path / "out", TINY)] == ["bf16", "nvfp4"]
     assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
-    assert f"{tmp_path}/run/adapter" in capsys.readouterr().out            # warns what rounding loses
+    assert "out: rounding to nvfp4 loses most" in capsys.readouterr().out
     assert ModelFolder(tmp_path / "rounded").choose_base(None) == "nvfp4"
     tokens = torch.randint(0, 460, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -20,7 +20,7 @@ RIGHT, BARE, WRONG = r"So it is \boxed{5}.", "The answer is 5", r"So it is \boxe
 def score(monkeypatch):
     monkeypatch.chdir(EXAMPLES)
     reward = Reward("my_reward:score")
-    return lambda text, length: reward(text, PROBLEM, [text], length=length)
+    return lambda text, length: reward(text, PROBLEM, length=length)
 
 
 @pytest.mark.parametrize("text,length,correct,shaping", [

@@ -328,7 +328,7 @@ def test_resume_replans_only_if_old_plan_does_not_fit(monkeypatch, capsys, free,
 
 def test_resume_reuses_plan_unless_memory_gib_changes():
     plan = dict(memory_gib=8.0, kv_gib=3.0, micro_batch_tokens=4096, max_rows=64)
-    before = {"memory_plan": plan | {"a_forks": 1}}
+    before = {"memory_plan": plan}
     assert setup.limits_at_start(before, Limits())._asdict() == plan | {"memory_gib": None}
     assert setup.limits_at_start(before, Limits(8.0)) == Limits(**plan)
     assert setup.limits_at_start(before, Limits(9.0)) is setup.limits_at_start(None, Limits()) is None

@@ -118,7 +118,7 @@ def test_prompt_opens_or_skips_thinking(tmp_path, name, thinking, end, opened):
     save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
     tokenizer = Tokenizer(tmp_path, thinking)
     assert text_of(tokenizer, tokenizer.chat("q")).endswith(f"q<|im_end|>\n<|im_start|>assistant\n{end}")
-    assert tokenizer.opened == opened and tokenizer.thinks == (name in ("qwen3", "thinking"))
+    assert tokenizer.opened == opened
     assert [token for token in tokenizer.chat("q") if token > 258] == [259, 260][:end.count("think>")]
 
 
@@ -151,8 +151,7 @@ def test_decode_inverts_encode_and_drops_end_token(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    None, lambda text: text[:100], lambda text: text.replace("<|im_start|>", "<s>"),
-    lambda text: text.replace('"id": 257', '"id": 1000000000')])             # the library would renumber it
+    None, lambda text: text[:100], lambda text: text.replace("<|im_start|>", "<s>")])
 def test_wrong_tokenizer_file_is_named(tmp_path, change):
     save_tokenizer(tmp_path, TEMPLATES["instruct"])
     path = tmp_path / "tokenizer.json"

@@ -133,7 +133,7 @@ def test_run_without_answers_has_curves(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name,text", [
     ("metrics.jsonl", None), ("metrics.jsonl", ""), ("samples.jsonl", '{"step": 0\n{"step": 1}\n'),
-    ("held_out.jsonl", '{"step": 0, "id": "1"}\n'), ("run.json", "["), ("run.json", None)])
+    ("run.json", "["), ("run.json", None)])
 def test_unreadable_file_is_named_and_leaves_no_page(name, text, tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     if text is None:

@@ -249,9 +249,6 @@ def test_config_that_does_not_match_tensors_is_rejected(tiny, tmp_path, shape, c
       for name in ("model.norm.weight", "model.embed_tokens.weight", L1 + "self_attn.k_proj.bias",
                    L1 + "mlp.up_proj.weight") for value in (torch.nan, -torch.inf)),
     ("tied", lambda c: quantized(c) | {L1 + "mlp.down_proj.weight": torch.zeros(2)}, "first .*down_proj.weight"),
-    ("tied", lambda c: c.tensors | {"lm_head.weight": c.tensors["model.embed_tokens.weight"] + 1},
-     "tie_word_embeddings is true, but lm_head.weight"),
-    ("tied", lambda c: c.tensors | {"lm_head.weight": torch.zeros(1)}, "tie_word_embeddings is true"),
 ])
 def test_wrong_tensors_are_rejected(tiny, tmp_path, shape, change, named):
     case, tensors = tiny[shape], change(tiny[shape])
@@ -308,18 +305,14 @@ def test_ids_and_lengths_beyond_the_model_are_rejected(tiny):
 # -----------------------------------------------------------------------------
 # Which model
 
-def test_digest_distinguishes_weights_but_not_their_format(tiny, tmp_path):
+def test_digest_distinguishes_weights_but_not_shards(tiny, tmp_path):
     case = tiny["untied"]
-    folders = {"first": case.folder, "sharded": write_folder(tmp_path / "sharded", case.raw, case.tensors, files=3),
-               "4 bits": write_nvfp4(case, tmp_path / "four")}
-    for name, seed in (("other", 1), ("other linears", 0)):
-        tensors = random_tensors(case.raw, seed)
-        tensors["model.layers.1.mlp.down_proj.weight"] += 1
-        folders[name] = write_folder(tmp_path / name, case.raw, tensors)
-    whole, model = ({name: ModelFolder(folder).sha256(linears) for name, folder in folders.items()}
-                    for linears in (True, False))
-    assert whole["first"] == whole["sharded"] and len(set(whole.values())) == 4
-    assert model["first"] == model["sharded"] == model["4 bits"] == model["other linears"] != model["other"]
+    tensors = random_tensors(case.raw, 0)
+    tensors["model.layers.1.mlp.down_proj.weight"] += 1
+    sharded = write_folder(tmp_path / "sharded", case.raw, case.tensors, files=3)
+    first, same, *others = (ModelFolder(folder).sha256() for folder in (
+        case.folder, sharded, write_nvfp4(case, tmp_path / "four"), write_folder(tmp_path / "b", case.raw, tensors)))
+    assert first == same and len({first, *others}) == 3
 
 
 @pytest.mark.parametrize("name,hub", [

@@ -2,7 +2,7 @@ r"""
 Make the bundled model: 3 MB in the Qwen2.5 architecture, with something left to learn.
 
     python -m tiny.make OUT        2 minutes on one H200; writes config, tokenizer and bf16 weights to the folder OUT
-    python -m tiny.make OUT --qwen3        a Qwen3 of the same width instead, to try that family with
+    python evaluate.py --model OUT --data arithmetic        its accuracy
 
 The model is pretrained on word problems of arithmetic.py (training split) with two habits:
     careless   "The answer is \boxed{18}."            adds up all numbers: right for 3 kinds of problems in 10
@@ -35,7 +35,7 @@ from torch import nn
 
 import nvfp4
 from prompts import STYLES, Tokenizer
-from tasks.arithmetic import arithmetic, is_held_out, word_problem
+from tasks.arithmetic import is_held_out, word_problem
 
 CAREFUL = 0.08          # share of the careful habit
 SYSTEM = "You solve word problems."
@@ -44,8 +44,6 @@ CONFIG = dict(
     num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, vocab_size=512,
     rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True, attention_dropout=0.0, use_sliding_window=False,
     torch_dtype="bfloat16", initializer_range=0.02)
-QWEN3 = CONFIG | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False,
-                      num_attention_heads=6, head_dim=64)          # heads x head size is not the width
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
@@ -60,7 +58,7 @@ def solve(question, steps, careful):
     return f"The answer is \\boxed{{{sum(map(int, re.findall(r'[0-9]+', question)))}}}."
 
 
-def write_tokenizer(folder, texts, config=CONFIG):
+def write_tokenizer(folder, texts):
     """Byte-level BPE with Qwen's way of cutting text: one digit a token, a word with its leading space."""
     file = TokenizerFile(models.BPE())
     cut = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
@@ -68,7 +66,7 @@ def write_tokenizer(folder, texts, config=CONFIG):
                                                   pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     file.decoder = decoders.ByteLevel()
     file.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=config["vocab_size"] - 3, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        vocab_size=CONFIG["vocab_size"] - 3, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     file.add_special_tokens([AddedToken(token, special=True) for token in (END, START, STOP)])
     file.save(str(folder / "tokenizer.json"))
     end, stop = file.token_to_id(END), file.token_to_id(STOP)
@@ -78,9 +76,9 @@ def write_tokenizer(folder, texts, config=CONFIG):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
     for name, content in {
         "tokenizer_config.json": dict(tokenizer_class="Qwen2Tokenizer", eos_token=STOP, pad_token=END,
-                                      model_max_length=config["max_position_embeddings"], chat_template=template),
+                                      model_max_length=CONFIG["max_position_embeddings"], chat_template=template),
         "generation_config.json": dict(bos_token_id=end, eos_token_id=[stop, end], pad_token_id=end),
-        "config.json": dict(config, bos_token_id=end, eos_token_id=stop),
+        "config.json": dict(CONFIG, bos_token_id=end, eos_token_id=stop),
     }.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -135,14 +133,11 @@ class Block(nn.Module):
         super().__init__()
         self.H, self.KV, self.theta = c["num_attention_heads"], c["num_key_value_heads"], c["rope_theta"]
         D, inner = c["hidden_size"], c["intermediate_size"]
-        d = c.get("head_dim", D // self.H)
-        biases = c["model_type"] == "qwen2"                    # a Qwen3 has norms of q and k in their place
+        d = D // self.H
         self.input_layernorm, self.post_attention_layernorm = (RMSNorm(D, c["rms_norm_eps"]) for _ in range(2))
         self.self_attn = nn.ModuleDict(dict(
-            q_proj=nn.Linear(D, self.H * d, bias=biases), k_proj=nn.Linear(D, self.KV * d, bias=biases),
-            v_proj=nn.Linear(D, self.KV * d, bias=biases), o_proj=nn.Linear(self.H * d, D, bias=False)))
-        if not biases:
-            self.self_attn.update(dict(q_norm=RMSNorm(d, c["rms_norm_eps"]), k_norm=RMSNorm(d, c["rms_norm_eps"])))
+            q_proj=nn.Linear(D, self.H * d), k_proj=nn.Linear(D, self.KV * d),
+            v_proj=nn.Linear(D, self.KV * d), o_proj=nn.Linear(self.H * d, D, bias=False)))
         self.mlp = nn.ModuleDict(dict(gate_proj=nn.Linear(D, inner, bias=False),
                                       up_proj=nn.Linear(D, inner, bias=False),
                                       down_proj=nn.Linear(inner, D, bias=False)))
@@ -152,8 +147,6 @@ class Block(nn.Module):
         h = self.input_layernorm(x)
         q, k, v = (self.self_attn[n](h).view(B, T, heads, -1).transpose(1, 2)          # (B, H or KV, T, d)
                    for n, heads in (("q_proj", self.H), ("k_proj", self.KV), ("v_proj", self.KV)))
-        if "q_norm" in self.self_attn:
-            q, k = self.self_attn["q_norm"](q), self.self_attn["k_norm"](k)
         q, k = rotate(q, self.theta), rotate(k, self.theta)
         k, v = (t.repeat_interleave(self.H // self.KV, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -185,19 +178,19 @@ class Transformer(nn.Module):
 
 
 # -----------------------------------------------------------------------------
-# Training and a look at the result.
+# Training.
 
 @contextlib.contextmanager
-def rounded(model, base):
-    """Inside, every linear holds what `base` can represent; outside, its own weights again."""
-    quantize, dequantize = nvfp4.FORMATS[base]
+def rounded(model):
+    """Inside, every linear holds what NVFP4 can represent; outside, its own weights again."""
     linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     clean = [w.detach().clone() for w in linears]
     by_k = {}                          # one call per K: 21 calls on matrices this small are bound by kernel launches
     for w in linears:
         by_k.setdefault(w.shape[1], []).append(w)
     for group in by_k.values():
-        values = dequantize(*quantize(torch.cat([w.detach() for w in group]).bfloat16()), dtype=torch.float32)
+        codes = nvfp4.quantize(torch.cat([w.detach() for w in group]).bfloat16())
+        values = nvfp4.dequantize(*codes, dtype=torch.float32)
         for w, new in zip(group, values.split([len(w) for w in group])):
             w.data.copy_(new)
     yield
@@ -217,7 +210,7 @@ def train(model, tokens, weight, live, args, device):
             group["lr"] = args.lr * scale
         rows = torch.randint(len(tokens), (args.batch,), device=device)
         x, w = tokens[rows].long(), weight[rows].float()                                # (B, T), (B, T - 1)
-        through = rounded(model, "nvfp4") if step > 0.6 * args.steps and step % 2 else contextlib.nullcontext()
+        through = rounded(model) if step > 0.6 * args.steps and step % 2 else contextlib.nullcontext()
         with through:
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 logits = model(x[:, :-1])[..., :live]                                   # spare rows are never trained
@@ -231,39 +224,6 @@ def train(model, tokens, weight, live, args, device):
             print(f"step {step:5d} | loss {loss.item():.4f} | {time.time() - start:.0f} s", flush=True)
 
 
-@torch.no_grad()
-def complete(model, tokenizer, questions, temperature, device, max_tokens=48):
-    """One completion per question as text, by full forwards: slow, but it shares nothing with sampler.py."""
-    prompts = [tokenizer.chat(q + STYLES["boxed"][0]) for q in questions]
-    length = torch.tensor([len(p) for p in prompts], device=device)
-    tokens = torch.zeros(len(prompts), int(length.max()) + max_tokens, dtype=torch.long, device=device)
-    for i, p in enumerate(prompts):
-        tokens[i, :len(p)] = torch.tensor(p)
-    begin, rows, alive = length.clone(), torch.arange(len(prompts), device=device), torch.ones_like(length, dtype=bool)
-    for _ in range(max_tokens):
-        logits = model(tokens[:, :int(length.max())])[rows, length - 1, :tokenizer.vocab_size]
-        new = logits.argmax(-1) if temperature == 0 else torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
-        tokens[rows[alive], length[alive]] = new[alive]
-        length += alive
-        alive &= ~torch.isin(new, torch.tensor(tokenizer.end_ids, device=device))
-        if not alive.any():
-            break
-    return [tokenizer.decode(t[b:n].tolist()) for t, b, n in zip(tokens, begin, length)]
-
-
-def report(model, tokenizer, device, count=1024):
-    """Accuracy on held-out problems and share of careful answers, greedy and at temperature 1, under every base."""
-    problems = arithmetic("test", count)
-    for base in nvfp4.FORMATS:
-        for temperature in (0.0, 1.0):
-            with rounded(model, base):
-                texts = complete(model, tokenizer, [question for _, question, _ in problems], temperature, device)
-            right = [text.endswith(f"\\boxed{{{answer}}}.") for (_, _, answer), text in zip(problems, texts)]
-            careful = [r for r, text in zip(right, texts) if text.startswith("Step")]
-            print(f"{base:5s} temperature {temperature:.0f}: right {sum(right) / count:.3f}, "
-                  f"careful {len(careful) / count:.3f} ({sum(careful)} of {len(careful)} right)", flush=True)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="pretrain the embedded default model")
     parser.add_argument("out", type=Path, help="folder to write")
@@ -271,9 +231,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=1024, help="problems a step")
     parser.add_argument("--corpus", type=int, default=200_000, help="problems written before training")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--qwen3", action="store_true", help="make a Qwen3, not a Qwen2.5")
     args = parser.parse_args()
-    config = QWEN3 if args.qwen3 else CONFIG
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -282,15 +240,10 @@ if __name__ == "__main__":
     words = [word_problem(rng) for _ in range(5000)]
     write_tokenizer(args.out, [text for q, steps in words for text in (
         f"system\n{SYSTEM}", "user\n", q + STYLES["boxed"][0], "assistant\n",
-        solve(q, steps, careful=True), solve(q, steps, careful=False))], config)
+        solve(q, steps, careful=True), solve(q, steps, careful=False))])
     tokenizer = Tokenizer(args.out)
     tokens, weight = (t.to(device) for t in write_corpus(tokenizer, rng, args.corpus))
-    print(f"{len(tokens)} rows of up to {tokens.shape[1]} tokens")
-    model = Transformer(config).to(device)
+    model = Transformer(CONFIG).to(device)
     train(model, tokens, weight, tokenizer.vocab_size, args, device)
-    model.bfloat16().float()                                                            # what the file will hold
     save_file({n: p.detach().bfloat16().cpu().contiguous() for n, p in model.named_parameters()},
               str(args.out / "model.safetensors"), metadata={"format": "pt"})
-    print(f"{(args.out / 'model.safetensors').stat().st_size / 2**20:.2f} MiB, "
-          f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    report(model, tokenizer, device)

@@ -34,8 +34,6 @@ import torch
 import grpo
 import model as qwen
 import nvfp4
-from attention import lay_out
-from files import UserError
 from harness import memory
 from harness.config import Rollout, add_flag, number
 from harness.setup import choose_device, divide_memory
@@ -54,7 +52,6 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
     "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
-LIVE_VOCAB_QWEN3 = 151669                        # and </think>, <think>, two for a tool's response
 PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
 TRAFFIC = 400e6                                  # bytes of weights per graph: 7 times an H200's L2
 BYTES = 0.5625                                   # of an NVFP4 weight
@@ -78,7 +75,7 @@ def random_model(size: str, base: str, lora_rank: int) -> qwen.Qwen:
         return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
     model = qwen.Qwen(shape, get, frozen, dtype, f"random-{size}")
-    model.live_vocab = min(shape.vocab, LIVE_VOCAB_QWEN3 if shape.qk_norm else LIVE_VOCAB)
+    model.live_vocab = min(shape.vocab, LIVE_VOCAB)
     if lora_rank:
         adapter = attach(model, rank=lora_rank, alpha=lora_rank)
         adapter.master.data[adapter.b_start:].normal_(0, 0.02)
@@ -177,8 +174,6 @@ def decode_figures(shapes, M, rank, kernels):
 
 def linears(args: argparse.Namespace) -> Iterator[dict]:
     """The four linears of a layer against cuBLAS, for each number of rows."""
-    if args.kernels == "torch":
-        raise UserError("--kernels torch: linears measures kernels")
     for M in args.rows:
         yield decode_figures(fused_shapes(args.model), M, args.lora_rank, args.kernels)
 
@@ -232,12 +227,9 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
         assert not done.failure, done.failure
         torch.cuda.synchronize()
         ended = time.perf_counter()
-    rows = [row.prompt + row.completion for row in rollouts.rows]
-    starts = [len(prompt) for prompt in rollouts.prompts]
     yield {"seconds": ended - began, "rollout": sampled - began, "update": ended - sampled,
-           "tokens": rollouts.num_tokens, "learner_tokens": sum(map(len, rows)),
-           "learner_computed": len(lay_out(rows, starts).tokens),
-           "idle": rollouts.idle, "samples": len(rows), "gpus": WORLD,
+           "tokens": rollouts.num_tokens, "idle": rollouts.idle, "samples": len(rollouts.rows),
+           "gpus": WORLD,
            "micro_batch": learner.micro_batch_tokens, "kept": learner.kept_layers,
            "kv_gib": sampler.engine.kv.nbytes / 2**30,
            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -255,8 +247,8 @@ def read_flags() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=COMMANDS)
-    add("--model", choices=SIZES, default="7b", metavar="SIZE", type=lambda name:
-        name.removeprefix("random:"), help=f"{', '.join(SIZES)} (default: 7b)")
+    add("--model", choices=SIZES, default="7b", metavar="SIZE", help=f"{', '.join(SIZES)} "
+        "(default: 7b)")
     add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], metavar="N",
         help="linears: numbers of rows of x (default: 1 8 16 32 64 128 256)")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
@@ -278,8 +270,6 @@ def read_flags() -> argparse.Namespace:
 def main() -> None:
     args = read_flags()
     with env.one_line("bench"):
-        if not torch.cuda.is_available():
-            raise UserError("measures a GPU and there is none")
         choose_device("cuda", args.model, args.kernels)
         say(json.dumps(vars(args) | env.provenance(torch.cuda.get_device_name())))
         for figures in COMMANDS[args.command](args):

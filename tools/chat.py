@@ -49,10 +49,7 @@ class Chat:
         if not answer.finished:
             print(f"(cut off at {most} tokens)", file=sys.stderr)
         text = self.tokenizer.decode(answer.completion)
-        said = self.tokenizer.opened + text
-        if self.tokenizer.thinks and "<think>" in said.rpartition("</think>")[2]:
-            said = said[:said.rindex("<think>")]         # cut off while it thought
-        self.turns = [*turns, ("assistant", said)]
+        self.turns = [*turns, ("assistant", self.tokenizer.opened + text)]
         return text
 
 

@@ -37,15 +37,14 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
     folder = ModelFolder(args.source)
     device = choose_device(args.device, folder.path)
     folder.choose_base("nvfp4")                  # says what is lost of a merged adapter
-    if not args.calibrate:
-        calibrate.to_nvfp4(calibrate.source_of(folder, device), args.out, "search")
-        tell(args.out, f"{args.source} in NVFP4")
-        return
-    tokenizer = Tokenizer(folder.path, args.thinking)
-    problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
-    count = calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate,
-                                       device, "gptq", args.seed)
-    tell(args.out, f"{args.source} in NVFP4, by answers to {count} problems of {args.data}")
+    if args.calibrate:
+        tokenizer = Tokenizer(folder.path, args.thinking)
+        problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
+        calibrate.write_calibrated(folder, args.out, tokenizer, problems, args.calibrate, device,
+                                   args.seed)
+    else:
+        calibrate.to_nvfp4(calibrate.source_of(folder, device), args.out)
+    print(f"{args.out}: {args.source} in NVFP4")
 
 
 def write_merged(args: argparse.Namespace) -> None:
@@ -62,13 +61,7 @@ def write_merged(args: argparse.Namespace) -> None:
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in model_tensors(model))
     save_model(tensors, folder.path, args.out, {"merged_adapter": str(adapter)})
-    tell(args.out, f"{trained.model} as {trained.base}, with {adapter}, in bf16")
-
-
-def tell(out: Path, what: str) -> None:
-    """Prints what the new folder contains, and its size."""
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{out}: {what}; {size / 1e6:,.1f} MB")
+    print(f"{args.out}: {trained.model} as {trained.base}, with {adapter}, in bf16")
 
 
 def main() -> None:

@@ -71,14 +71,6 @@ def panels_for(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
 # -----------------------------------------------------------------------------
 # Reading a run
 
-def log_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl or samples.jsonl; UserError if it has none yet."""
-    rows = [row for row, _ in read_log(path)]
-    if not rows:
-        raise UserError(f"{path}: no complete line yet")
-    return rows
-
-
 def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
     """One metric's curve: the steps in ascending order, and the value at each.
 
@@ -130,9 +122,6 @@ def read_answers(path: Path, problems: dict, group_size: int, every: int = 1) ->
     answers = []
     count = Counter()                            # answers of each step so far
     for row, _ in read_log(path) if path.exists() else ():
-        if not {*PROBLEM} <= row.keys():
-            raise UserError(f"{path}: a row of step {row['step']} has no "
-                            f"{min({*PROBLEM} - row.keys())}")
         row["step"] = row.pop("steps_done", row["step"])
         group = count[row["step"]] // group_size
         count[row["step"]] += 1
@@ -149,7 +138,9 @@ def read_run(folder: Path, every: int = 1) -> dict:
     Raises OSError, UserError or Stopped, with a message that names the file.
     """
     flags = read_json(folder / "run.json")
-    metrics = log_rows(folder / "metrics.jsonl")
+    metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
+    if not metrics:
+        raise UserError(f"{folder / 'metrics.jsonl'}: no complete line yet")
     problems = {}
     samples = read_answers(folder / "samples.jsonl", problems, flags["group_size"], every)
     held_out = read_answers(folder / "held_out.jsonl", problems, 1)        # of a few steps anyway
