@@ -270,6 +270,9 @@ def begin(run: Run) -> Progress:
                    if run.flags[name] != before[name]}
         if changes:
             run.folder.note(**changes)
+        if "steps" in changes:
+            say(f"--steps was {before['steps']}, is now {changes['steps']}: the schedules of "
+                "learning rate and noise stretch, so both may rise again")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
     if device.type == "cuda":                    # console.farewell() prints that of training only
         torch.cuda.empty_cache()

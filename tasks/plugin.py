@@ -8,7 +8,8 @@ Any error in the user's file, from a syntax error to a division by zero at step 
 line with the flag, the file and its line number.
 
 The module must be a file in the working directory or in examples/, never a package or an installed
-module: `sympy:sympify` would evaluate text written by a model.
+module: `sympy:sympify` would evaluate text written by a model. It must not be in the folder of a
+run either: a run.json from somebody else could name a file next to it.
 """
 import importlib.util
 import inspect
@@ -105,6 +106,10 @@ def load_function(spec: str, flag: str) -> Callable:
     path = next(filter(Path.is_file, places), None)
     if path is None:
         raise UserError(f"{flag} {spec}: no {module_name}.py in {Path.cwd()} or {EXAMPLES}")
+    for parent in (*path.parents, *path.resolve().parents):      # both places of a link
+        if (parent / "run.json").exists():
+            raise UserError(f"{flag} {spec}: {path} is in the folder of a run ({parent} has a "
+                            "run.json), and no code is taken from there: copy it elsewhere")
     if str(path.parent) not in sys.path:
         # For the imports of the user's file. Last, so that a learner.py or model.py next to it
         # never replaces ours.

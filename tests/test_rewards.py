@@ -399,6 +399,22 @@ def test_examples_can_be_loaded(plug_ins, monkeypatch, tmp_path_factory):
     assert load_function("mine:length", "--reward")("abc", "x") == 3.0
 
 
+def test_no_code_is_loaded_from_a_run_folder(plug_ins, monkeypatch, tmp_path_factory):
+    """A run may come from somebody else. Tried from inside it, from below it, and by links into it."""
+    stolen, home = plug_ins / "stolen", tmp_path_factory.mktemp("home")
+    (stolen / "below").mkdir(parents=True)
+    (stolen / "run.json").touch()
+    (home / "linked.py").symlink_to(stolen / "evil.py")
+    (stolen / "out.py").symlink_to(plug_ins / "mine.py")
+    for folder in (stolen, stolen / "below"):
+        (folder / "evil.py").write_text("open('ran', 'w')\ndef f(completion, problem):\n    return 1\n")
+    for folder, name in ((stolen, "evil:f"), (stolen / "below", "evil:f"), (home, "linked:f"), (stolen, "out:length")):
+        monkeypatch.chdir(folder)
+        with pytest.raises(UserError, match="run.json"):
+            load_function(name, "--reward")
+    assert not list(plug_ins.rglob("ran")) and not list(home.rglob("ran"))
+
+
 def test_a_reward_gets_length_and_finished_by_name(plug_ins):
     first, second = graded_by("economical", [[0, 1, 1], [1]], [True, False])
     assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
