@@ -98,15 +98,16 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(items):
-    """Starts the two slowest groups first: test_train.py, whose tests share runs, in the first process, and the tests
-    in Triton's interpreter in the second. If started last, they would leave the other worker idle.
+    """Starts the two slowest groups first: test_train.py and test_full.py, whose tests share a server, in the first
+    process, and the tests in Triton's interpreter in the second. If started last, they would leave the other worker
+    idle.
     """
     for item in items:
         if TRITON.startswith("3.6.") and "in_tritons_interpreter" in item.name:
             item.add_marker(pytest.mark.skip(reason="Triton 3.6's interpreter fails with numpy 2.4"))
     interpreted = [item for item in items if "in_tritons_interpreter" in item.name]
     others = [item for item in items if "in_tritons_interpreter" not in item.name]
-    others.sort(key=lambda item: item.path.stem != "test_train")
+    others.sort(key=lambda item: (item.path.stem not in ("test_train", "test_full"), item.path.stem == "test_full"))
     second = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))  # where the second worker's share starts
     items[:] = others[:second] + interpreted + others[second:]
 

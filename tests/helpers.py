@@ -7,18 +7,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from tiny_qwen2 import random_adapter, set_adapter
+from tiny_qwen2 import plain_logits, random_adapter, set_adapter
 
 from lora import attach
 from model import load
 
-TINY = Path(__file__).parent.parent / "tiny"
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tiny"
 FP32 = 5e-5                                                               # on logits, derived in test_model.py
 
 
 def same_bytes(a, b):
     """Equal shapes and bits: -0 differs from 0."""
     return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def plain(case, tokens):
+    """Float64 logits of every row of tokens (B, T)."""
+    return torch.stack([plain_logits(case.raw, case.tensors, row) for row in tokens])
 
 
 def adapted(case, rank=4, alpha=6, base="bf16", seed=2, **kwargs):

@@ -92,6 +92,10 @@ x\equiv3\pmod 7 == 3               10\bmod 7 == 3\pmod7             2y-2y+x == x
 6:30 p.m. == 6:30\text{ PM}         5 men == 5             \text{12 cm} == 12
 0.\overline{01} == 1/99             5\text{ sec} == 5               \|x\| == |x|
 floor(n/2) == \lfloor\frac n2\rfloor                |5 \bmod 3| == 2                x!\neq1 == x! \ne 1
+(2-\sqrt3)^4 == 97-56\sqrt3    \sin\pi == 0    e^{i\pi}+1 == 0    \sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt6} == 0
+\left(\frac{1+i\sqrt3}{2}\right)^{3} == -1    \lfloor\log_2 8\rfloor == 3    3^{50}\sqrt2 == \sqrt{2}\cdot3^{50}
+2^{10^{10}}x == x\cdot 2^{10^{10}}    \cos 90^\circ == 0    \sqrt0 == 0    \max\{1,3\} == 3
+\lfloor\frac{2n}{4}\rfloor == \lfloor\frac n2\rfloor    5:00 == 05:00    |a|b == b\cdot|a|
 """
 DIFFERENT = r"""
 0.33 == 1/3                        0.3333 == 1/3                    2.23 == 2.232                     3.14 == \pi
@@ -127,6 +131,17 @@ x<3 == x>3                         x<3 == x\le3                     f(2)<f(1) ==
 2^{-2^{40}} == 0                   10^{-10^9} == 0                  e^{-1000} == 0                    5+2^{-2^{40}} == 5
 \sec^{-1}2 == 5                    \sec^{-1}2 == \frac{\pi}{3}      x_1 2 == 2x_1
 \textcolor{red}{5} == 6
+\sqrt{2} == 1.41422    \sqrt{2} == 1.4142135723    \frac{1}{2^{99}}\sqrt2 == \frac{1}{2^{98}}\sqrt2
+10^{20}+\sqrt2 == 10^{20}    10^{20}\pi+\sqrt2 == 10^{20}\pi+\sqrt3    \pi == \frac{22}{7}    \pi == \frac{355}{113}
+e^{\pi\sqrt{163}} == 262537412640768744    e^{\pi\sqrt{163}}-262537412640768744 == 0
+e^{\pi\sqrt{67}} == 147197952744    \sqrt{10^{12}+1}-10^6 == 0    \sqrt{2}+\sqrt{3} == \sqrt{9.8989795}
+\sqrt{10^{40}+1} == \sqrt{10^{40}+2}    (10^{20}+1)\sqrt x == (10^{20}+2)\sqrt x    2^{10^{-20}} == 1
+2^{10^{-60}} == 1    e^{10^{-60}} == 1    \sin 10^{-60} == 0    \tanh 20 == 1    \cos 10^{-8} == 1
+\ln(10^{12}-1) == \ln(10^{12}+1)    \lfloor\sqrt{10^{30}-1}\rfloor == 10^{15}    \arctan(10^{10}\pi) == \frac\pi2
+\arctan e^{100} == 0    \ln(\pi^{60}) == 0    \sqrt{(2+y)^2} == 2+y    |12-y| == 12-y    |17-e^y| == 17-e^y
+\sqrt{(\ln y)^2} == \ln y    \sqrt{(12/x+10)^2} == 12/x+10
+\lfloor\frac{2n-1}{5}\rfloor == \lfloor\sqrt{n-1}\rfloor    \lfloor\sqrt n-0.5\rfloor == \lfloor\sqrt n-0.2\rfloor
+\sin(4^{-1.3}/10^6-1) == \sin(4^{-1.3001}/10^6-1)
 """
 
 
@@ -418,40 +433,6 @@ def test_huge_integers_are_exact_and_no_value_equals_nothing():
 def test_nothing_equals_the_empty_answer():
     for a in ("", " ", "$$", "0", r"\emptyset"):
         assert not is_equal(a, "") and not is_equal("", a), a
-
-
-@pytest.mark.parametrize("a,b", [
-    (r"\sqrt{2}", "1.41422"), (r"\sqrt{2}", "1.4142135723"),
-    (r"\frac{1}{2^{99}}\sqrt2", r"\frac{1}{2^{98}}\sqrt2"), (r"10^{20}+\sqrt2", "10^{20}"),
-    (r"10^{20}\pi+\sqrt2", r"10^{20}\pi+\sqrt3"), (r"\pi", r"\frac{22}{7}"), (r"\pi", r"\frac{355}{113}"),
-    (r"e^{\pi\sqrt{163}}", "262537412640768744"),              # equal to 30 digits
-    (r"e^{\pi\sqrt{163}}-262537412640768744", "0"), (r"e^{\pi\sqrt{67}}", "147197952744"),
-    (r"\sqrt{10^{12}+1}-10^6", "0"), (r"\sqrt{2}+\sqrt{3}", r"\sqrt{9.8989795}"),
-    (r"\sqrt{10^{40}+1}", r"\sqrt{10^{40}+2}"), (r"(10^{20}+1)\sqrt x", r"(10^{20}+2)\sqrt x"),
-    (r"2^{10^{-20}}", "1"), (r"2^{10^{-60}}", "1"), (r"e^{10^{-60}}", "1"), (r"\sin 10^{-60}", "0"),
-    (r"\tanh 20", "1"), (r"\cos 10^{-8}", "1"), (r"\ln(10^{12}-1)", r"\ln(10^{12}+1)"),
-    (r"\lfloor\sqrt{10^{30}-1}\rfloor", "10^{15}"), (r"\arctan(10^{10}\pi)", r"\frac\pi2"),
-    (r"\arctan e^{100}", "0"), (r"\ln(\pi^{60})", "0"), (r"\sqrt{(2+y)^2}", "2+y"), (r"|12-y|", "12-y"),
-    (r"|17-e^y|", "17-e^y"),
-    (r"\sqrt{(\ln y)^2}", r"\ln y"), (r"\sqrt{(12/x+10)^2}", "12/x+10"),
-    (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\sqrt{n-1}\rfloor"),
-    (r"\lfloor\sqrt n-0.5\rfloor", r"\lfloor\sqrt n-0.2\rfloor"),
-    (r"\sin(4^{-1.3}/10^6-1)", r"\sin(4^{-1.3001}/10^6-1)"),
-])
-def test_near_misses_differ(a, b):
-    assert not is_equal(a, b) and not is_equal(b, a)
-
-
-@pytest.mark.parametrize("a,b", [
-    (r"(2-\sqrt3)^4", r"97-56\sqrt3"), (r"\sin\pi", "0"), (r"e^{i\pi}+1", "0"),
-    (r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt6}", "0"),
-    (r"\left(\frac{1+i\sqrt3}{2}\right)^{3}", "-1"), (r"\lfloor\log_2 8\rfloor", "3"),
-    (r"3^{50}\sqrt2", r"\sqrt{2}\cdot3^{50}"),
-    (r"2^{10^{10}}x", r"x\cdot 2^{10^{10}}"), (r"\cos 90^\circ", "0"), (r"\sqrt0", "0"), (r"\max\{1,3\}", "3"),
-    (r"\lfloor\frac{2n}{4}\rfloor", r"\lfloor\frac n2\rfloor"), ("5:00", "05:00"), (r"|a|b", r"b\cdot|a|"),
-])
-def test_rounding_errors_do_not_matter(a, b):
-    assert is_equal(a, b) and is_equal(b, a)
 
 
 # equality, against independent arithmetic -----------------------------------------------------------------------------

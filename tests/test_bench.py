@@ -4,7 +4,6 @@ The parts of tools/bench.py that run without a GPU: models, workloads, a step, f
 python -m pytest tests/test_bench.py -v
 """
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 from nvfp4 import FORMATS
 from tools import bench
 
-ROOT = Path(__file__).parent.parent
 FLAGS = {"step": ["--prompts", 3, "--group-size", 2, "--micro-batch-tokens", 2048],
          "rollout": ["--prompt", 8, "--new", 4, "--batch", "1,2,8"]}
 

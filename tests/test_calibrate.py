@@ -303,15 +303,15 @@ def test_folder_has_the_codes_that_were_found(tiny, tmp_path, monkeypatch, capsy
     assert all(torch.equal(loaded[f"{name}.weight"], decoded(t).float()) for name, t in found.items())
 
 
-def test_own_answers_follow_the_seed():
+def test_own_answers_follow_the_seed(tiny_nvfp4):
     tokenizer = Tokenizer(TINY)
     problems = [Problem(f"p{i}", f"What is {i} + 2?", f"{i + 2}") for i in range(4)]
     problems = encode_prompts(tokenizer, problems, "boxed", 99)
-    texts, again, other = (calibrate.own_answers(TINY, tokenizer, problems, CPU, 12, seed) for seed in (0, 0, 1))
+    texts, again, other = (calibrate.own_answers(tiny_nvfp4, tokenizer, problems, CPU, 12, seed) for seed in (0, 0, 1))
     assert texts == again != other and len(texts) == 4
     for text, problem in zip(texts, problems):
         answer = text.tokens[text.start:]
         assert text.tokens[:text.start] == problem.prompt
         assert 1 <= len(answer) <= 12 and (len(answer) == 12 or answer[-1] in tokenizer.end_ids)
     with pytest.raises(ValueError, match="--calibrate needs at least 2 problems, .*, got 1"):
-        calibrate.own_answers(TINY, tokenizer, problems[:1], CPU, 12, 0)
+        calibrate.own_answers(tiny_nvfp4, tokenizer, problems[:1], CPU, 12, 0)

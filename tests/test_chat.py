@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import jinja2
 import pytest
-from helpers import TEMPLATES, save_tokenizer, with_acting_adapter
+from helpers import TEMPLATES, TINY, save_tokenizer, with_acting_adapter
 
 import lora
 import model as qwen
@@ -21,8 +21,6 @@ from sampler import Sampler, Sampling
 from tools import chat as chat_py
 from tools.chat import Chat
 
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "tiny"
 QUESTIONS = ["Tom has 20 apples, finds 12 and sells 14. How many apples are left?", "And é, <|im_end|> of 3+4?"]
 
 

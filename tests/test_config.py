@@ -12,17 +12,8 @@ import pytest
 import torch
 
 from files import UserError
-from harness.config import (
-    FIELDS,
-    TINY_DEFAULTS,
-    TINY_MODEL,
-    Settings,
-    option,
-    read_settings,
-    settings_of_run,
-    type_of,
-    without_places,
-)
+from harness import config
+from harness.config import FIELDS, TINY_DEFAULTS, TINY_MODEL, Settings, option, read_settings, settings_of_run, type_of
 from weights import TARGETS, write_peft
 
 RECIPES = sorted(Path(__file__).parent.parent.glob("recipes/*.json"))
@@ -42,7 +33,7 @@ def write(path, values):
 def run(tmp_path):
     """A function of flags -> a run's folder with only the run.json that these flags give."""
     def begun(*flags, **changes):
-        held = without_places(settings_of(*flags).flat()) | NOTES | changes
+        held = config.without_places(settings_of(*flags).flat()) | NOTES | changes
         (tmp_path / "run").mkdir(exist_ok=True)
         write(tmp_path / "run" / "run.json", held)
         return str(tmp_path / "run")

@@ -6,7 +6,6 @@ python -m pytest tests/test_convert.py -v
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +22,6 @@ from prompts import STYLES
 from tasks.problems import epoch_order
 from tools import convert
 from weights import ModelFolder, Shards, load_nvfp4
-
-ROOT = Path(__file__).parent.parent
 
 
 def run(monkeypatch, *arguments):

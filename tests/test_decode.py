@@ -113,14 +113,24 @@ class Gpu:
     get_current_stream = staticmethod(lambda device=None: 0)
 
 
+def dumped(cubin, flag):
+    """What cuobjdump prints about a cubin's bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "k.cubin").write_bytes(cubin)
+        return subprocess.run([knobs.nvidia.cuobjdump.path, flag, Path(folder, "k.cubin")], capture_output=True,
+                              text=True, check=True).stdout
+
+
 def resources(kernel):
     """A compiled kernel -> bytes of shared memory, registers per thread, bytes of stack that registers spill to."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "k.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        listing = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True,
-                                 check=True)
-    return kernel.metadata.shared, *(int(re.search(rf"{name}:(\d+)", listing.stdout)[1]) for name in ("REG", "STACK"))
+    listing = dumped(kernel.asm["cubin"], "-res-usage")
+    return kernel.metadata.shared, *(int(re.search(rf"{name}:(\d+)", listing)[1]) for name in ("REG", "STACK"))
+
+
+def instructions_of(cubin):
+    """-> [(address, text)]"""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", dumped(cubin, "-sass"))
+    return [(int(address, 16), text) for address, text in found]
 
 
 class Head(NamedTuple):

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from helpers import TEMPLATES, thinking_tiny, with_acting_adapter
+from helpers import TEMPLATES, TINY, thinking_tiny, with_acting_adapter
 
 import evaluate
 import lora
@@ -23,8 +21,6 @@ import tasks.problems
 from prompts import Tokenizer, digest_of, split_problems
 from tasks.figures import mean
 
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "tiny"
 BASIC = ["--data", "arithmetic", "--prompt-style", "plain", "--max-new-tokens", "40"]
 
 
@@ -286,18 +282,13 @@ def test_held_out_split_ignores_prompt_style_and_reward(flags, tmp_path, run):
     assert asked(run) == asked(run, *flags.split()) == ["sums-38", "sums-39", "sums-40"]
 
 
-@pytest.mark.parametrize("name,value", [("reward", "stolen:f"), ("prompt_style", "stolen:f")])
-def test_function_named_in_run_json_needs_its_flag(name, value, tmp_path, run):
-    for module in ("mine", "stolen"):                      # run_folder() itself runs "mine"
-        Path(f"{module}.py").write_text(f"open('{module}.ran', 'w')\ndef f(*given):\n"
-                                        "    return 'What?' if len(given) == 1 else 1.0\n")
-    held = run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60), **{name: "mine:f"}) / "run.json"
-    held.write_text(held.read_text().replace("mine:f", value))
-    flag = "--" + name.replace("_", "-")
+def test_function_named_in_run_json_needs_its_flag(tmp_path, run):
+    Path("stolen.py").write_text("open('stolen.ran', 'w')\ndef f(*given):\n    return 1.0\n")
+    held = run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60)) / "run.json"
+    held.write_text(json.dumps(json.loads(held.read_text()) | {"reward": "stolen:f"}))
     for more in ([], ["--data", "sums.jsonl"]):
-        with pytest.raises(SystemExit, match=f"run/run.json: names a function, {flag} stolen:f"):
+        with pytest.raises(SystemExit, match="run/run.json: names a function, --reward stolen:f"):
             asked(run, *more)
-    other = {"reward": "none", "prompt_style": "boxed"}[name]
-    asked(run, "--data", "sums.jsonl", "--limit", 2, flag, other)
+    asked(run, "--data", "sums.jsonl", "--limit", 2, "--reward", "none")
     assert not Path("stolen.ran").exists()
-    assert len(asked(run, flag, value)) == 4 and Path("stolen.ran").exists()
+    assert len(asked(run, "--reward", "stolen:f")) == 4 and Path("stolen.ran").exists()

@@ -15,7 +15,7 @@ import test_learner
 import test_train
 import torch
 from test_learner import ANY_NORM, LIMIT, TEMPERATURE, plain_gradient, some_rollouts
-from test_train import ROOT, kill_in
+from test_train import BY_LENGTH, RESUME, ROOT, kill_in
 from tiny_qwen2 import held_by
 
 import evaluate
@@ -137,32 +137,26 @@ def test_training_takes_18_bytes_per_parameter(tiny, monkeypatch):
 # -----------------------------------------------------------------------------
 # A run
 
-FLAGS = "--train full --steps 6 --save-every 2 --eval-every 3".split()
-
-
-def same(runs, a, b):
-    def model(out):
-        return (runs.folder / out / "model" / "model-00001-of-00001.safetensors").read_bytes()
-    return (runs.metrics(a) == runs.metrics(b) and model(a) == model(b)
-            and all(runs.lines(a, name) == runs.lines(b, name) for name in ("samples.jsonl", "held_out.jsonl")))
+FLAGS = *"--train full --steps 5 --save-every 2 --max-new-tokens 12 --overlong keep --temperature 2".split(), *BY_LENGTH
 
 
 def test_killed_run_resumes_bit_for_bit_and_evaluates(runs, monkeypatch, tmp_path):  # noqa: F811
     tiny = ROOT / "tiny"
     runs.run("full", *FLAGS, model=tiny)
-    kills = {"in step 3": ("harness.folder", "append_lines", 5, False),
+    kills = {"in step 2": ("harness.folder", "append_lines", 5, False),
              "before the new model takes the old one's place": ("full", "save_model", 2, True),
              "between the old model and the new one": ("pathlib", "Path.rename", 3, False)}
     for n, kill in enumerate(kills.values()):
-        runs.run("cut", *(["--resume"] if n else FLAGS), model=tiny, code=-signal.SIGKILL,
+        runs.run("cut", *(RESUME if n else FLAGS), model=tiny, code=-signal.SIGKILL,
                  fault=functools.partial(kill_in, *kill))
     assert not (runs.folder / "cut" / "model").exists()
-    runs.run("cut", "--resume")
-    assert same(runs, "full", "cut")
+    runs.run("cut", *RESUME)
+    assert runs.same("full", "cut", "model/model-00001-of-00001.safetensors")
 
     # With the run's folder, evaluate.py gives the answers of the run's last evaluation.
     monkeypatch.chdir(runs.folder)
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "full", "--device", "cpu", "--out", str(tmp_path / "rows.jsonl")])
+    flags = "--device", "cpu", "--reward", "none", "--out", str(tmp_path / "rows.jsonl")
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "full", *flags])
     evaluate.main()
     last = [json.loads(line) for line in runs.lines("full", "held_out.jsonl")][-4:]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

@@ -11,20 +11,7 @@ import pytest
 import torch
 
 import grpo
-from grpo import (
-    LOSSES,
-    LogProbs,
-    add_sums,
-    group_advantages,
-    informative_groups,
-    k3,
-    loss_mask,
-    minibatches,
-    policy_loss,
-    rollout_sums,
-    summarize,
-    token_weights,
-)
+from grpo import LOSSES, LogProbs, add_sums, group_advantages, policy_loss, rollout_sums, summarize, token_weights
 from learner import micro_batches
 
 NAN = float("nan")
@@ -128,7 +115,7 @@ def test_large_rewards_differ_and_rounding_does_not():
     large = torch.tensor([2e7, 2e7 + 1, 2e7 + 2, 2e7 + 3], dtype=torch.float64)
     assert group_advantages(large, 4, "none").tolist() == [-1.5, -0.5, 0.5, 1.5]
     rounded = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.3], dtype=torch.float64)
-    assert informative_groups(torch.tensor([1.0, 1.0 + 1e-8, 1.0, 1.0], dtype=torch.float64), 4).item()
+    assert grpo.informative_groups(torch.tensor([1.0, 1.0 + 1e-8, 1.0, 1.0], dtype=torch.float64), 4).item()
     shaping = torch.tensor([1.0, 0, 0, 0])
     assert group_advantages(rounded, 4, "group", shaping).tolist() == [0] * 4
 
@@ -142,14 +129,14 @@ def test_unscorable_rows_are_not_in_mean_or_std():
 
 def test_informative_groups_are_those_with_spread():
     rewards = torch.tensor([0, 0, 1, 1, 0, 1, NAN, 1, NAN, NAN, .1, .1 + 1e-6])
-    assert informative_groups(rewards, 2).tolist() == [False, False, True, False, False, True]
+    assert grpo.informative_groups(rewards, 2).tolist() == [False, False, True, False, False, True]
 
 
 def test_loss_mask_drops_unscorable_and_overlong_rows():
     rewards, finished = torch.tensor([1, 0, NAN, 1, 1, 1.0]), torch.tensor([True, False, True, True, True, False])
     sampled = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]]).bool()
     for overlong, rows in ((True, [1, 0, 0, 1, 1, 0]), (False, [1, 1, 0, 1, 1, 1])):
-        mask = loss_mask(sampled, rewards, finished, mask_overlong=overlong)
+        mask = grpo.loss_mask(sampled, rewards, finished, mask_overlong=overlong)
         assert mask.tolist() == (sampled & torch.tensor(rows).bool()[:, None]).tolist()
 
 
@@ -158,12 +145,12 @@ def test_minibatches_split_the_groups_in_the_loss():
     mask = rows[:, None] & torch.tensor([True, False, True])
 
     def rows_of(count):
-        return [minibatch.any(dim=1).nonzero()[:, 0].tolist() for minibatch in minibatches(mask, 2, count)]
+        return [minibatch.any(dim=1).nonzero()[:, 0].tolist() for minibatch in grpo.minibatches(mask, 2, count)]
 
     assert rows_of(2) == [[0, 1, 5], [6, 8, 9]] and rows_of(3) == [[0, 1, 5], [6], [8, 9]]
     for count in (1, 3, 7):                                               # 7 is more than there are groups
-        assert torch.equal(sum(m.int() for m in minibatches(mask, 2, count)), mask.int())
-    assert not torch.stack(minibatches(mask & False, 2, 3)).any()
+        assert torch.equal(sum(m.int() for m in grpo.minibatches(mask, 2, count)), mask.int())
+    assert not torch.stack(grpo.minibatches(mask & False, 2, 3)).any()
 
 
 # -- weights ------------------------------------------------------------------------------------------------------
@@ -313,9 +300,9 @@ def test_kl_pulls_towards_the_reference(ref, sign):
 def test_k3_averages_to_the_kl_and_is_never_negative():
     torch.manual_seed(0)
     log_p, log_q = torch.randn(2, 6).double().log_softmax(dim=1)
-    assert (k3(torch.linspace(-30, 30, 101)) >= 0).all()
+    assert (grpo.k3(torch.linspace(-30, 30, 101)) >= 0).all()
     exact = (log_p.exp() * (log_p - log_q)).sum()
-    assert (log_p.exp() * k3(log_q - log_p)).sum() == pytest.approx(exact.item())
+    assert (log_p.exp() * grpo.k3(log_q - log_p)).sum() == pytest.approx(exact.item())
 
 
 # -- metrics ------------------------------------------------------------------------------------------------------

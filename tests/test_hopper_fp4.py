@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from test_decode import instructions_of
 from test_marlin_fp4 import cublas, hopper, total
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -61,10 +62,7 @@ def compiled_for_hopper(config):
                               text=True)
         remarks = done.stdout + done.stderr
         assert done.returncode == 0, remarks
-        listing = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", cubin], capture_output=True, text=True,
-                                 check=True)
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing.stdout)
-    return remarks, [(int(address, 16), text) for address, text in found]
+        return remarks, instructions_of(cubin.read_bytes())
 
 
 def written_while_read(instructions):

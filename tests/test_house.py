@@ -40,16 +40,17 @@ def module(name):
 
 
 # tiny/make.py, which made the bundled model, is a standalone script.
-TREES = {module(name): ast.parse((ROOT / name).read_text(encoding="utf-8"), name) for name in tracked()
-         if name.endswith(".py") and not name.startswith(("tests/", "examples/", "tiny/make"))}
-MODULES = set(TREES)
-PROGRAMS = [name for name, tree in TREES.items() if "'__main__'" in ast.unparse(tree)]
+SOURCES = {module(name): (ROOT / name).read_text(encoding="utf-8") for name in tracked()
+           if name.endswith(".py") and not name.startswith(("tests/", "examples/", "tiny/make"))}
+MODULES = set(SOURCES)
+PROGRAMS = [name for name, text in SOURCES.items() if 'if __name__ == "__main__"' in text]
 
 
 @functools.cache
 def imports(name, late=True):
     """The full names that a module imports, in order. late: include imports inside functions."""
-    return [*imported_names(ast.walk(TREES[name]) if late else TREES[name].body)]
+    tree = ast.parse(SOURCES[name])
+    return [*imported_names(ast.walk(tree) if late else tree.body)]
 
 
 def imported_names(nodes):
@@ -101,7 +102,7 @@ def test_programs_import_env_before_torch(name):
 
 
 def test_kernel_signatures_match_references():
-    fast = {node.name: node for node in TREES["fast.kernels"].body if isinstance(node, ast.FunctionDef)}
+    fast = {node.name: node for node in ast.parse(SOURCES["fast.kernels"]).body if isinstance(node, ast.FunctionDef)}
     twins = [function for home in (attention, nvfp4, ops) for function in vars(home).values()
              if hasattr(function, "reference") and function.__module__ == home.__name__]
     assert len(twins) >= 8
@@ -147,7 +148,7 @@ assert not loaded, loaded
 def test_training_runs_without_triton_or_posix_only_modules(tmp_path):
     rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(12)]
     (tmp_path / "sums.jsonl").write_text("\n".join(rows))
-    flags = ("--steps 1 --data sums.jsonl --prompts-per-step 2 --max-new-tokens 16 --eval-problems 2 --device cpu "
+    flags = ("--steps 1 --data sums.jsonl --prompts-per-step 2 --max-new-tokens 8 --eval-problems 2 --device cpu "
              "--kl-beta 0.01 --reward mine:length --out run").split()
     (tmp_path / "mine.py").write_text("def length(completion, problem):\n    return len(completion)\n")
     code = BLOCKED

@@ -17,6 +17,7 @@ import test_decode
 import torch
 import triton
 from races import races
+from test_decode import DEVICE, GPU, INTERPRETED
 
 import attention
 import model
@@ -24,9 +25,6 @@ import nvfp4
 import ops
 from fast import kernels
 
-GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if GPU else "cpu"
 gpu = pytest.mark.skipif(not GPU, reason="FlashAttention and torch.compile's kernels need a GPU")
 runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GPU kernels run in Triton's interpreter: "
                                   "TRITON_INTERPRET=1 pytest -n 0 tests/test_kernels.py -k NAME")

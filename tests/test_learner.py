@@ -23,17 +23,20 @@ ANY_NORM = 1e9                                                            # a --
 def some_rollouts(model, noise, groups=4, group_size=4, seed=0):
     """Ragged random rows whose log-probs differ from the model's by about `noise`."""
     g = torch.Generator().manual_seed(seed)
-    prompts, completions, logprobs = [], [], []
+    rows = []
     for _ in range(groups):
         prompt = torch.randint(101, (int(torch.randint(1, 9, (), generator=g)),), generator=g).tolist()
         for _ in range(group_size):
             completion = torch.randint(101, (int(torch.randint(1, LIMIT, (), generator=g)),), generator=g).tolist()
-            with torch.no_grad():
-                exact, _ = model.token_logprobs([prompt + completion], [len(prompt)], TEMPERATURE)
-            prompts.append(prompt)
-            completions.append(completion)
-            logprobs.append(exact + noise * torch.randn(len(completion), generator=g))
-    return Rollouts([Row(*row, finished=True) for row in zip(prompts, completions, logprobs)])
+            rows.append(Row(prompt, completion, None, finished=True))
+            rows[-1].logprobs = logprobs_of(model, rows[-1:]) + noise * torch.randn(len(completion), generator=g)
+    return Rollouts(rows)
+
+
+@torch.no_grad()
+def logprobs_of(model, rows):
+    return model.token_logprobs([row.prompt + row.completion for row in rows], [len(row.prompt) for row in rows],
+                                TEMPERATURE)[0]
 
 
 def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_norm=ANY_NORM,
@@ -166,19 +169,16 @@ def test_first_pass_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, cha
     # whatever the rollout was.
     monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # low enough to bind
     learner, _, batch, weights = some_step(tiny, loss, **changes)
-    rows, advantages = batch.rows, batch.advantages
     start = learner.adapter.master.data.clone()
     first = learner.update(batch, torch.where(torch.arange(16)[:, None] < 8, weights, 0.0), lr=5e-2)
     assert first.sums["clip_ratio_low"] + first.sums["clip_ratio_high"] == 0
-    trained = [b for b in range(16) if weights[b].any() and advantages[b] != 0]
+    trained = [b for b in range(16) if weights[b].any() and batch.advantages[b] != 0]
     assert sorted(batch.old) == [b for b in trained if b < 8]
     kept = {b: t.clone() for b, t in batch.old.items()}
-    rows = [(rows[b].prompt, rows[b].completion) for b in kept]
     moved = learner.adapter.master.data.clone()
     learner.adapter.master.data.copy_(start)
     learner.adapter.sync()
-    with torch.no_grad():
-        exact, _ = learner.model.token_logprobs([p + c for p, c in rows], [len(p) for p, _ in rows], TEMPERATURE)
+    exact = logprobs_of(learner.model, [batch.rows[b] for b in kept])
     torch.testing.assert_close(torch.cat(list(kept.values())), exact, rtol=0, atol=1e-5)
     learner.adapter.master.data.copy_(moved)
     learner.adapter.sync()
@@ -198,10 +198,7 @@ def test_minibatches_share_the_first_old_policy(tiny, loss, changes):
     halves = [torch.where(half[:, None], weights, 0.0) for half in (torch.arange(16) < 8, torch.arange(16) >= 8)]
     learner.compute_old_logprobs(batch, halves)
     trained = [b for b in range(16) if weights[b].any() and batch.advantages[b] != 0]
-    rows = [batch.rows[b] for b in trained]
-    with torch.no_grad():
-        start, _ = learner.model.token_logprobs([row.prompt + row.completion for row in rows],
-                                                [len(row.prompt) for row in rows], TEMPERATURE)
+    start = logprobs_of(learner.model, [batch.rows[b] for b in trained])
     torch.testing.assert_close(torch.cat([batch.old[b] for b in trained]), start, rtol=0, atol=1e-5)
     kept = {b: t.clone() for b, t in batch.old.items()}
     first = learner.update(batch, halves[0], lr=1e-2)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import plain
 from safetensors.torch import load_file
-from tiny_qwen2 import SHAPES, TARGETS, merged, plain_logits, random_adapter, set_adapter, write_folder
+from tiny_qwen2 import GROUPS, SHAPES, merged, plain_logits, random_adapter, set_adapter, write_folder
 
 import lora
 import nvfp4
@@ -21,12 +22,6 @@ REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
 # Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of its size, and 20 such sums in a
 # row by 4e-5 if the errors add as noise. In practice: 1e-5.
 FP32 = 5e-5
-GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, with one global scale each
-
-
-def plain(tiny, tokens):
-    """Float64 logits of every row of tokens (B, T)."""
-    return torch.stack([plain_logits(tiny.raw, tiny.tensors, row) for row in tokens])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -197,8 +192,7 @@ def test_recomputed_layers_give_the_same_gradient(tiny):
         gradients.append(model.adapter.master.grad.clone())
         assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # keeps the last
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
-    assert gradients[0].count_nonzero() > 0.9 * sum(
-        t.numel() for t in random_adapter(tiny["untied"].raw, 4).values())
+    assert gradients[0].count_nonzero() > 0.9 * sum(t.numel() for t in random_adapter(tiny["untied"].raw, 4).values())
     assert model.embed.grad is None and model.final_norm.weight.grad is None
 
 

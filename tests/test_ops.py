@@ -11,17 +11,7 @@ import torch.nn.functional as F
 import ops
 from lora import Linear, attach
 from nvfp4 import freeze
-from ops import (
-    elementwise,
-    mlp,
-    mm,
-    mm_fp32,
-    softmax_at,
-    swiglu,
-    swiglu_backward,
-    token_logprobs,
-    twin_in_kernels,
-)
+from ops import elementwise, mlp, mm, mm_fp32, softmax_at, swiglu, swiglu_backward, token_logprobs, twin_in_kernels
 
 # -----------------------------------------------------------------------------
 # Which twin runs

@@ -127,6 +127,8 @@ def test_adapter_reports_different_training_conditions(tiny, tmp_path, capsys):
     trained = {"model": folder.path.name, "base": "nvfp4", "calibration": None, "prompt_style": "boxed",
                "thinking": "off"}
     assert training_conditions(folder, "nvfp4", "boxed", "off") == trained
+    (tmp_path / "config.json").write_text(json.dumps(config_json("tied") | {"calibration": "KL 0.01"}))
+    assert training_conditions(ModelFolder(tmp_path), "nvfp4", "plain", "off")["calibration"] == "KL 0.01"
     save_adapter(adapted(tiny["untied"])[0], tmp_path)
     other = {"model": "another", "base": "bf16", "calibration": "KL 0.01", "prompt_style": "tags", "thinking": "on"}
     tell_other_conditions(tmp_path, other)                # PEFT's file has only the model
@@ -137,8 +139,3 @@ def test_adapter_reports_different_training_conditions(tiny, tmp_path, capsys):
     tell_other_conditions(tmp_path, other)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and all(str(tmp_path) in line for line in lines)
-
-
-def test_calibration_is_a_training_condition(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config_json("tied") | {"calibration": "KL 0.01"}))
-    assert training_conditions(ModelFolder(tmp_path), "nvfp4", "plain", "off")["calibration"] == "KL 0.01"

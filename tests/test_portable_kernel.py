@@ -9,11 +9,7 @@ python -m pytest tests/test_portable_kernel.py -v
 import itertools
 import multiprocessing
 import os
-import re
-import subprocess
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,16 +17,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_decode import SHARED, STACK, Gpu, resources
+from test_decode import GPU, INTERPRETED, SHARED, STACK, Gpu, instructions_of, resources
 from test_hopper_fp4 import written_while_read
 from test_marlin_fp4 import random_weight, run_assembly, total
-from triton import knobs
 from triton.runtime import interpreter
 
 import marlin_fp4
 from marlin_fp4 import MatmulInputs, plan_stripes, portable_config, portable_kernel, portable_matmul
 
-GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="with a GPU the other tests compile and run it")
 interpreter_alone = pytest.mark.skipif(not INTERPRETED, reason="runs only in Triton's interpreter: TRITON_INTERPRET=1 "
                                        "pytest -n 0 tests/test_portable_kernel.py -k NAME")
@@ -127,14 +121,7 @@ def compile_for(sm, M):
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 7, 8, config, True, sm >= 90,
                                         grid=(1,), num_warps=config.num_warps, launch_pdl=sm >= 90)
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "k.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        listing = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", cubin], capture_output=True, text=True,
-                                 check=True).stdout
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([^;]+?)\s*;", listing)
-    instructions = [(int(address, 16), text) for address, text in found]
-    return Compiled(*resources(kernel), instructions)
+    return Compiled(*resources(kernel), instructions_of(kernel.asm["cubin"]))
 
 
 @pytest.fixture(scope="module")

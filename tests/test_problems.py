@@ -8,25 +8,13 @@ import json
 import os
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from files import UserError
 from tasks import problems as problems_py
 from tasks.arithmetic import arithmetic, word_problem
-from tasks.problems import (
-    GOLDS,
-    Problem,
-    check_source,
-    epoch_order,
-    find_gold,
-    has_test_split,
-    load_problems,
-    problems_at,
-)
+from tasks.problems import GOLDS, Problem, check_source, epoch_order, has_test_split, load_problems, problems_at
 
 
 def write(path, *rows):
@@ -59,7 +47,7 @@ def test_gold_answers_are_found_in_common_formats(tmp_path, row, answer):
     (r"\{1,234\}", r"\{1,234\}")])
 def test_after_hashes_only_commas_of_thousands_are_removed(gold, read):
     for name in GOLDS:
-        assert find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
+        assert problems_py.find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
 
 
 @pytest.mark.parametrize("line,said", [

@@ -8,18 +8,17 @@ import runpy
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
+from helpers import ROOT
 
 import env
 import model
 import weights
 from files import Stopped, UserError
 
-ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tiny")
 
 
@@ -60,10 +59,10 @@ def test_ctrl_c_during_model_load_leaves_no_file(tmp_path, monkeypatch, ctrl_c_i
 
 
 @pytest.mark.parametrize("number,end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_signal_in_convert_leaves_no_partial_folder(tmp_path, monkeypatch, ctrl_c_interrupts, number, end):
+def test_signal_in_convert_leaves_no_partial_folder(tiny, tmp_path, monkeypatch, ctrl_c_interrupts, number, end):
     monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(number))         # after the weights
     with pytest.raises(end):
-        run_here(tmp_path, monkeypatch, "tools/convert.py", "nvfp4", TINY, "out")
+        run_here(tmp_path, monkeypatch, "tools/convert.py", "nvfp4", str(tiny["tied"].folder), "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -93,8 +92,11 @@ with env.one_line("me"):
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json"),
     (["train.py", "--resume", "--out", "folder"], "folder/run.json"),
     (["train.py", "--out", "taken"], "taken"),
-    (["train.py", "--prompt-style", "no:f"], "--prompt-style"),
-    (["train.py", "--out", ""], "--out"),
+    (["train.py", "--prompt-style", "no:f"], "--prompt-style"), (["train.py", "--max-new-tokens", "999"], "new-tokens"),
+    (["train.py", "--out", ""], "--out"), (["train.py", "--reward", "no:f"], "--reward no:f"),
+    (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
+    *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
+        (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "my.jsonl"))),
     (["evaluate.py"], "--model"),
     (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
     (["evaluate.py", "--model", TINY, "--data="], "--data="),
@@ -102,13 +104,13 @@ with env.one_line("me"):
 def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, argv, named):
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "mine").touch()
+    (tmp_path / "taken" / "my.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
     with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1
         run_here(tmp_path, monkeypatch, *argv)
     assert named in stop.value.code and "\n" not in stop.value.code
-    assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "taken", "mine", "runs") and p.is_file()]
+    assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "taken", "my.jsonl", "runs") and p.is_file()]
 
 
 @pytest.mark.parametrize("argv", [["train.py", "--max-new-tokens", "8"], ["evaluate.py"]])

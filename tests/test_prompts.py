@@ -5,21 +5,16 @@ make_chat_reference.py wrote what Qwen's templates produce to chat_reference.jso
 python -m pytest tests/test_prompts.py -v
 """
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ANSWER, QWEN_SYSTEM, TEMPLATES, TINY, TURNS, save_tokenizer
+from helpers import ANSWER, QWEN_SYSTEM, ROOT, TEMPLATES, TINY, TURNS, save_tokenizer
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import prompts as prompts_py
 from files import UserError
 from harness.config import Data
 from prompts import Tokenizer, encode_prompts, split_problems, usable_problems
 from tasks.problems import Problem, load_problems
-
-ROOT = Path(__file__).parent.parent
 
 
 def text_of(tokenizer, ids):

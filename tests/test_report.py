@@ -10,13 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tools import report
 
-ROOT = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NASTY = "a\u2028</script><script>alert(1)</script><img src=x onerror=alert(1)><!-- & \x1b[2J"
 

@@ -16,7 +16,6 @@ import fuzz_rewards
 import pytest
 import torch
 
-import grpo
 import train
 from files import Stopped, UserError
 from grpo import group_advantages
@@ -68,16 +67,7 @@ def marked(text):
     return text if re.search(r"box|answer|####", text, re.IGNORECASE) else f"Answer: {text}"
 
 
-@pytest.mark.parametrize("text", [
-    "5 or 6", "The answer is 5 or 6.", "it is $5$ or $6$", "The answer is either 5 or 6.", "The answer is $5$ or $6$",
-    r"\boxed{5} or \boxed{6}", r"\boxed{5 \text{ or } 6}", r"\boxed{5, 6}", r"\boxed{\pm 5}", r"\boxed{5}, \boxed{6}"])
-def test_several_answers_do_not_equal_one_of_them(text):
-    """Another grader once accepted a list containing the gold answer."""
-    for gold in ("5", "6"):
-        assert grade(marked(text), gold).correct == 0
-
-
-# Texts without a box that give neither 5 nor 6 as their answer.
+# Texts that give neither 5 nor 6 as their answer. Another grader once accepted a list containing the gold answer.
 HEDGED = r"""
 the answer is not 5 | The answer is not $5$. | The answer isn't 5. | The answer cannot be 5 | The answer is no longer 5
 The answer is definitely not 5. | we know that x is not 5 | anything other than 5 works | all numbers except 5
@@ -95,11 +85,19 @@ The answer is minus 5 degrees | The answer is a multiple of 5
 The answer is the square root of 5 | The answer is twice 5
 The answer is neither 5 nor 6 | The roots are 5 and 6. | The roots are 5, 6.
 <answer>not 5</answer> | <answer>between 5 and 6</answer> | #### not 5
+5 or 6 | The answer is 5 or 6. | it is $5$ or $6$ | The answer is either 5 or 6. | The answer is $5$ or $6$
+\boxed{5} or \boxed{6} | \boxed{5 \text{ or } 6} | \boxed{5, 6} | \boxed{\pm 5} | \boxed{5}, \boxed{6}
+\boxed{5} is wrong. | $\boxed{5}$ isn't the answer. | so \[ x \ne \boxed{5} \] | It is not \boxed{5}
+The value is certainly not $\boxed{5}$. | It can't be \boxed{5}. | \boxed{5}? No, it is not equal to \[\boxed{5}\]
+\boxed{5 \text{ is wrong}} | \boxed{\text{not } 5} | The answer is 5 unless it is 6 | The answer is 5 (but maybe 6).
+The answer is 5, alternatively 6 | The answer is 5, although 6 is possible. | The answer is 5 but could be 6
+The answer is 5, or maybe 7 | The answer is 5, but it could also be 6. | The answer is $5$, although it might be $6$.
+Answer: 5 sixteenths | The answer is 5 quadrillion.
 """
 
 
 @pytest.mark.parametrize("text", [text.strip() for line in HEDGED.strip().split("\n") for text in line.split(" | ")])
-def test_hedged_numbers_are_not_answers(text):
+def test_hedged_denied_and_several_numbers_are_not_answers(text):
     for gold in ("5", "6"):
         assert grade(marked(text), gold).correct == 0
 
@@ -120,36 +118,15 @@ def test_hedged_choices_are_not_answers():
     ("The answer is 5 and we are done", "5"), ("the result - 5", "5"),
     ("The answer is 5 (five)", "5"), ("Hence he is not late and arrives in 5 minutes", "5"),
     ("The answer is 20 m.", "20"), ("The answer is $20$ m.", "20"), ("The answer is 20 g of salt.", "20"),
-    (r"\boxed{20\,\mathrm{g}}", "20")])
-def test_a_hedge_elsewhere_does_not_hide_the_answer(text, gold):
+    (r"\boxed{20\,\mathrm{g}}", "20"), (r"It is not 4, so the answer is \boxed{5}.", "5"),
+    (r"That is not what we want. Hence \boxed{5}.", "5"), (r"$\boxed{5}$, which is not a palindrome.", "5"),
+    (r"Since \boxed{5} is not divisible by 3, we stop.", "5"), (r"It is not \boxed{4} but \boxed{5}.", "5"),
+    ("The answer is 5 but I am sure the method generalizes.", "5"),
+    ("... #### 1,234", "1234"), ("The answer is $1,234.00.", "1234"), ("Answer: So she earns $1234.", "1234"),
+    ("Answer: in total 1,234 dollars", "1234"), ("<answer>1234.0</answer>", "1234"),
+    (r"\boxed{1{,}234 \text{ dollars}}", "1234")])
+def test_answers_are_found_beside_hedges_and_units(text, gold):
     assert grade(marked(text), gold).correct == 1
-
-
-@pytest.mark.parametrize("text", [
-    r"\boxed{5} is wrong.", r"$\boxed{5}$ isn't the answer.", r"so \[ x \ne \boxed{5} \]",
-    "The answer is 5 unless it is 6", "The answer is 5 (but maybe 6).", "The answer is 5, alternatively 6",
-    "The answer is 5, although 6 is possible.",
-    r"It is not \boxed{5}", r"The value is certainly not $\boxed{5}$.", r"It can't be \boxed{5}.",
-    r"\boxed{5}? No, it is not equal to \[\boxed{5}\]", "The answer is 5 but could be 6", "The answer is 5, or maybe 7",
-    "The answer is 5, but it could also be 6.", "The answer is $5$, although it might be $6$.", "Answer: 5 sixteenths",
-    "The answer is 5 quadrillion.", r"\boxed{5 \text{ is wrong}}", r"\boxed{\text{not } 5}"])
-def test_denied_or_doubted_answers_are_wrong(text):
-    for gold in ("5", "6"):
-        assert grade(text, gold).correct == 0
-
-
-@pytest.mark.parametrize("text", [
-    r"It is not 4, so the answer is \boxed{5}.", r"That is not what we want. Hence \boxed{5}.",
-    r"$\boxed{5}$, which is not a palindrome.", r"Since \boxed{5} is not divisible by 3, we stop.",
-    r"It is not \boxed{4} but \boxed{5}.", "The answer is 5 but I am sure the method generalizes."])
-def test_a_denial_elsewhere_does_not_hide_the_answer(text):
-    assert grade(text, "5").correct == 1
-
-
-def test_gsm8k_answers():
-    for text in ("... #### 1,234", "The answer is $1,234.00.", "Answer: So she earns $1234.",
-                 r"\boxed{1{,}234 \text{ dollars}}", "<answer>1234.0</answer>", "Answer: in total 1,234 dollars"):
-        assert grade(text, "1234").correct == 1, text
 
 
 # copied formulas ------------------------------------------------------------------------------------------------------
@@ -318,9 +295,6 @@ def length(completion, problem):
 def asks(completion, problem, group):
     return {"level": problem["level"], "asked": float("q" in problem["question"]), "others": len(group)}
 
-def unscorable(completion, problem):
-    return {"good": 1.0, "bad": float("nan")}
-
 def largest(completion, problem):
     return -1e15
 
@@ -433,11 +407,6 @@ def test_a_reward_with_other_parameters_is_refused(plug_ins, parameters):
         written(plug_ins, "1", parameters)
 
 
-def test_a_reward_gets_the_problem_and_the_group(plug_ins):
-    assert Reward("mine:length")("abc", PROBLEM) == {"reward": 3.0}
-    assert Reward("mine:asks")("abc", PROBLEM, group=["abc", "d"]) == {"level": 5.0, "asked": 1.0, "others": 2.0}
-
-
 @pytest.mark.parametrize("returned,words", [
     ("1 / len(completion)", "ZeroDivisionError: division by zero at .*one.py:2"),
     ("(_ for _ in ()).throw(GeneratorExit)", "GeneratorExit"),            # not an Exception
@@ -453,7 +422,7 @@ def test_errors_in_a_reward_name_line_and_completion(plug_ins, returned, words):
 
 
 def test_nan_and_the_largest_reward(plug_ins):
-    parts = Reward("mine:unscorable")("", PROBLEM)
+    parts = written(plug_ins, "{'good': 1.0, 'bad': float('nan')}")("", PROBLEM)
     assert parts["good"] == 1 and math.isnan(parts["bad"])
     assert Reward("mine:largest")("", PROBLEM) == {"reward": -1e15}
     rewards = torch.tensor([-1e15, 1e15] * 500)                           # their squares fit into fp32
@@ -475,26 +444,19 @@ def test_shaping_is_not_in_the_task_and_defaults_stay(plug_ins):
     assert all(math.isnan(row["task"]) for row in graded_by("lost"))
 
 
-def scored(graded):
-    """The rows that train.score makes of graded ones."""
-    rows = [Row([1], [2], torch.zeros(1), finished=True) for _ in graded]
-    return train.score(lambda problems, rows: graded, [], Rollouts(rows)).rows
-
-
-def advantages_of(rows, scale):
-    return grpo.group_advantages(train.column(rows, "task"), 2, scale, train.column(rows, "shaping"))
-
-
 def test_shaping_survives_beside_huge_rewards():
-    rows = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
-            for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
-    rows = scored(rows)
+    graded = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
+              for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
+    rows = [Row([1], [2], torch.zeros(1), finished=True) for _ in graded]
+    train.score(lambda problems, rows: graded, [], Rollouts(rows))
     assert rows[0].graded["reward"] - rows[0].graded["task"] == 0.25                    # 0.3, rounded
     want = [math.sqrt(0.5) + 0.15, -math.sqrt(0.5) - 0.15]
-    assert advantages_of(rows, "group").tolist() == pytest.approx(want, rel=1e-6)
+    got = group_advantages(train.column(rows, "task"), 2, "group", train.column(rows, "shaping"))
+    assert got.tolist() == pytest.approx(want, rel=1e-6)
 
 
 def test_parts_sum_to_the_task(plug_ins):
+    assert Reward("mine:length")("abc", PROBLEM) == {"reward": 3.0}
     first, second = graded_by("asks")
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold answer

@@ -21,19 +21,7 @@ from aqn import noisy_norms
 from files import Stopped, UserError
 from lora import attach
 from model import load
-from sampler import (
-    KV_BLOCK,
-    MASK64,
-    Rollouts,
-    Row,
-    Sampler,
-    Sampling,
-    TorchEngine,
-    draw_tokens,
-    filter_logits,
-    row_key,
-    uniforms,
-)
+from sampler import KV_BLOCK, Rollouts, Row, Sampler, Sampling, TorchEngine, filter_logits, row_key, uniforms
 
 FP32 = 5e-5                                                               # on logits: as in test_model.py
 LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; a prefix is one token shorter
@@ -163,7 +151,7 @@ def test_completions_do_not_depend_on_scheduling(tiny):
     want, prefills = rollouts()
     assert prefills == len(prompts) - 1                                   # once per group; one prompt has no prefix
     assert 0 < sum(finished(want)) < len(want.rows)
-    assert rollouts(prompts[:2], places=range(2), max_rows=1)[0].completions == want.completions[:6]
+    assert rollouts(prompts[:1], places=[0], max_rows=1)[0].completions == want.completions[:3]
     assert same(rollouts(engine=WindowEngine, max_rows=5)[0], want)
     for extra in (0, 7):
         small, prefills = rollouts(kv_gib=minimal_gib(model, 110, extra), engine=WindowEngine)
@@ -303,7 +291,7 @@ def test_extreme_uniforms_draw_no_impossible_token(u):
     torch.manual_seed(0)
     logits = 3 * torch.randn(50, 3000)
     logits[:, :700] = logits[:, 2000:] = -torch.inf
-    token, logprob = draw_tokens(logits, torch.full((50,), u))
+    token, logprob = sampler_py.draw_tokens(logits, torch.full((50,), u))
     assert ((700 <= token) & (token < 2000)).all() and logprob.isfinite().all()
 
 
@@ -311,7 +299,7 @@ def test_a_rounded_sum_draws_no_impossible_token(monkeypatch):
     # A GPU's sum in blocks can move by an ulp: here it rises at token 1 and falls at 3, which have no probability.
     monkeypatch.setattr(sampler_py, "running_sum", lambda p: torch.tensor([[0.25, 0.26, 0.75, 0.74, 1.0]]))
     logits = torch.tensor([[0.25, 0, 0.5, 0, 0.25]]).log()
-    drawn = {u: draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.25, 0.745, 0.76)}
+    drawn = {u: sampler_py.draw_tokens(logits, torch.tensor([u]))[0].item() for u in (0.24, 0.25, 0.745, 0.76)}
     assert drawn == {0.24: 0, 0.25: 2, 0.745: 2, 0.76: 4}                 # 0.25 does not exceed the first token's sum
 
 
@@ -325,17 +313,17 @@ VOCAB, ENDS = 40, (0, 1)
 
 def scramble(x):
     """A 64-bit hash step, on Python ints below 2^64 or on numpy uint64."""
-    x = x * 0xD1342543DE82EF95 & MASK64 if isinstance(x, int) else x * np.uint64(0xD1342543DE82EF95)
+    x = x * 0xD1342543DE82EF95 & sampler_py.MASK64 if isinstance(x, int) else x * np.uint64(0xD1342543DE82EF95)
     return x ^ x >> (32 if isinstance(x, int) else np.uint64(32))
 
 
 def plain_completion(prompt, key, max_new_tokens, ends=ENDS):
     """The reference, without a cache or batches. The context's hash is a sum over (token, position) pairs."""
-    context = sum(scramble((token << 32) + p) for p, token in enumerate(prompt)) & MASK64
+    context = sum(scramble((token << 32) + p) for p, token in enumerate(prompt)) & sampler_py.MASK64
     completion = []
     while len(completion) < max_new_tokens and not (completion and completion[-1] in ends):
         completion.append(scramble(scramble(context ^ key)) % VOCAB)
-        context = context + scramble((completion[-1] << 32) + len(prompt) + len(completion) - 1) & MASK64
+        context = context + scramble((completion[-1] << 32) + len(prompt) + len(completion) - 1) & sampler_py.MASK64
     return completion
 
 
@@ -440,7 +428,7 @@ def test_random_requests_match_a_plain_loop():
         sampler = AuditedSampler(model, max_length, max_rows, minimal_gib(model, max_length, extra), engine=HashEngine)
         for call in range(2):                                             # the second starts from what the first left
             longest = rng.randint(1, max(1, max_length // rng.choice([2, 8])))
-            lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 40))]
+            lengths = [rng.randint(1, longest) for _ in range(rng.randint(1, 12))]
             prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
             group_size = rng.choice([1, 2, 5, 16])
             limits = [rng.randint(1, max_length - longest) for _ in range(len(prompts) * group_size)]
@@ -470,7 +458,7 @@ def test_random_requests_match_a_plain_loop():
             requests, told = requests + len(rollouts.completions), told + rollouts.preempted
             stopped, shared = stopped + sum(finished(rollouts)), shared + (group_size > 1)
         preempted, waited = preempted + sampler.preempted, waited + sampler.waited
-    assert preempted > 30 and stopped > 300 and shared > 8 and waited > 300      # the interesting cases did occur
+    assert preempted > 30 and stopped > 300 and shared > 8 and waited > 150      # the interesting cases did occur
     assert told == preempted
 
 

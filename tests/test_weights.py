@@ -10,34 +10,18 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from helpers import FP32, adapted, tokens_of
+from helpers import FP32, adapted, plain, tokens_of
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import SHAPES, TARGETS, merged, plain_logits, random_tensors, write_folder
+from tiny_qwen2 import GROUPS, SHAPES, TARGETS, merged, random_tensors, write_folder
 
 import nvfp4
 import weights as weights_py
 from files import UserError
 from model import ModelConfig, load
-from weights import (
-    NVFP4_CONFIG,
-    NVFP4_WEIGHTS,
-    ModelFolder,
-    hub_id,
-    model_tensors,
-    nvfp4_tensors,
-    read_config,
-    resolve,
-    save_model,
-)
+from weights import NVFP4_CONFIG, ModelFolder, hub_id, model_tensors, nvfp4_tensors, read_config, resolve, save_model
 
 HERE = Path(__file__).parent
-GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, each with one global scale
-
-
-def plain(case, tokens):
-    """Float64 logits of every row of tokens (B, T)."""
-    return torch.stack([plain_logits(case.raw, case.tensors, row) for row in tokens])
 
 
 def quantized(case, kept=()):
@@ -169,8 +153,8 @@ def test_ignored_linears_of_nvfp4_folder_stay_in_16_bits(tiny, tmp_path):
 @pytest.mark.parametrize("change", [
     dict(quant_method="modelopt"),                                        # stores the scale, not its reciprocal
     dict(config_groups={}), None,
-    dict(config_groups={"group_0": {"weights": NVFP4_WEIGHTS | {"group_size": 32}}}),
-    dict(config_groups={"group_0": {"weights": NVFP4_WEIGHTS | {"num_bits": 8}}})])
+    dict(config_groups={"group_0": {"weights": weights_py.NVFP4_WEIGHTS | {"group_size": 32}}}),
+    dict(config_groups={"group_0": {"weights": weights_py.NVFP4_WEIGHTS | {"num_bits": 8}}})])
 def test_other_4_bit_format_is_rejected(tiny, tmp_path, change):
     out = write_nvfp4(tiny["tied"], tmp_path / "out")
     config = json.loads((out / "config.json").read_text())

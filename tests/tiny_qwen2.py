@@ -20,6 +20,7 @@ QWEN3_SHAPES = {"qwen3-tied": (64, 192, 2, 4, 2, 101, True, 32), "qwen3-untied":
 SHAPES |= QWEN3_SHAPES
 TARGETS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, with one global scale each
 NORMS = ("input_layernorm", "post_attention_layernorm")
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
