@@ -109,7 +109,7 @@ def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[floa
 def learning_rate(optim: Optim, fraction: float) -> float:
     """The rate when this fraction of the run, 0 to 1, is done: a warm-up, then --lr-schedule."""
     rising = optim.lr * fraction / optim.warmup if fraction < optim.warmup else optim.lr
-    if optim.lr_schedule == "constant":          # falls to 0 over the last quarter
+    if optim.lr_schedule == "wsd":               # falls to 0 over the last quarter
         return min(rising, optim.lr * (4 * (1 - fraction)))
     if fraction < optim.warmup:
         return rising

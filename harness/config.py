@@ -162,12 +162,11 @@ class Objective:
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); with --base bf16 try 2e-4",
+    lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); try 2e-4",
                         "(0, 10]")
     lr_schedule: str = setting(
-        "constant", "course of the rate after warm-up; constant: level, then linear to 0 over the "
-        "last quarter; cosine: half a cosine to 0 (release)",
-        choices=("cosine", "constant"))
+        "wsd", "course of the rate after warm-up; wsd: level (stable), then linear to 0 over the "
+        "last quarter (decay); cosine: half a cosine to 0 (release)", choices=("cosine", "wsd"))
     warmup: float = setting(0.1, "share of the run in which the rate rises", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (paper: 4)",
                           AT_LEAST_1)

@@ -208,13 +208,13 @@ def longer(runs, whole):
 # The parts of a step
 
 def test_learning_rate_by_hand():
-    cosine, constant = (settings_of("--lr", "2", "--lr-schedule", name).optim for name in ("cosine", "constant"))
-    for optim in (cosine, constant):                                      # --warmup 0.1
+    cosine, wsd = (settings_of("--lr", "2", "--lr-schedule", name).optim for name in ("cosine", "wsd"))
+    for optim in (cosine, wsd):                                      # --warmup 0.1
         assert [train_py.learning_rate(optim, x) for x in (0, 0.025, 0.05)] == pytest.approx([0, 0.5, 1])
     assert [train_py.learning_rate(cosine, x) for x in (0.1, 0.55, 0.775, 1)] == pytest.approx(
         [2, 1, 1 + math.cos(0.75 * math.pi), 0])
-    assert [train_py.learning_rate(constant, x) for x in (0.1, 0.5, 0.75, 0.875, 1)] == pytest.approx([2, 2, 2, 1, 0])
-    slow = dataclasses.replace(constant, warmup=1.0)                      # rises until it meets the fall: x = 4 (1 - x)
+    assert [train_py.learning_rate(wsd, x) for x in (0.1, 0.5, 0.75, 0.875, 1)] == pytest.approx([2, 2, 2, 1, 0])
+    slow = dataclasses.replace(wsd, warmup=1.0)                      # rises until it meets the fall: x = 4 (1 - x)
     assert [train_py.learning_rate(slow, x) for x in (0.4, 0.8, 0.9, 1)] == pytest.approx([0.8, 1.6, 0.8, 0])
 
 
@@ -336,7 +336,7 @@ def test_bundled_model_learns(runs):
     assert metrics[0]["eval_accuracy_before"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
-@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1 --base nf4 --lr-schedule constant",
+@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1 --base nf4 --lr-schedule wsd",
                                    "--loss gspo --advantage-scale none --correction off --overlong keep",
                                    *(f"--loss {loss}" for loss in LOSSES
                                      if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's losses
