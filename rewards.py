@@ -12,8 +12,8 @@ The first of these rules that applies gives the answer:
     tag          the last <answer>...</answer>
     marker       what follows the last "answer is", "answer:" or "####" in its sentence
 
-Only the first turn counts, after its last </think>. The answer is all of its sentence, up
-to a "because": "5 apples" is 5, but "5 or 6", "not 5" and "5 and a half" are not.
+Only the first turn counts, after its last </think>. After "answer is", the whole sentence is the
+answer, up to a "because": "5 apples" is 5, but "5 or 6", "not 5" and "5 and a half" are not.
 
 Time is linear in the length of the text, so there is no time limit.
 """
@@ -42,16 +42,12 @@ def extract(text: str) -> Extraction:
     text = next(turns, "").rpartition("</think>")[2]
     if "<think>" in text:
         return Extraction(None, "truncated")
-    boxed = last_box(text)
-    if boxed:
-        return Extraction(boxed, "box")
     tail = text[-MAX_TAIL:]
     tagged = [answer.strip() for answer in TAG.findall(tail) if answer.strip()]
-    if tagged:
-        return Extraction(tagged[-1], "tag")
-    marked = last_marker(tail)
-    if marked:
-        return Extraction(marked, "marker")
+    found = {"box": last_box(text), "tag": tagged[-1] if tagged else "", "marker": last_marker(tail)}
+    for rule, answer in found.items():
+        if answer:
+            return Extraction(answer, rule)
     return Extraction(None, "none")
 
 
@@ -207,12 +203,12 @@ OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
 # -----------------------------------------------------------------------------
 # Answers without a box
 
-def last_marker(text: str) -> str | None:
-    """What follows the last "answer is", "answer:" or "####", up to the end of the sentence."""
+def last_marker(text: str) -> str:
+    """What follows the last "answer is", "answer:" or "####", up to the end of its sentence."""
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
         display = DISPLAY.match(rest)
         answer = display[0] if display else SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`")
         if answer:
             return answer
-    return None
+    return ""
