@@ -219,12 +219,6 @@ UNIT_END = re.compile(
 BARE_NUMBER = re.compile(r"[-+]?[0-9.,/:\s]*[%°]?")
 
 
-def unit_of(words: str) -> set[str]:
-    """"square miles per hour" -> {"2", "mile", "hour"}. Unknown words are ignored."""
-    found = re.findall(r"[a-z]+|[23]", words.lower())
-    return {part for word in found if word in UNIT for part in UNIT[word].split("/")}
-
-
 def split_unit(s: str) -> tuple[str, set[str]]:
     """"12 cm" -> "12" and {"cm"}. A unit is «text», known words, or up to four words after a plain
     number. Words that change the value ("half", "or less") are left in place: without them the
@@ -247,7 +241,9 @@ def split_unit(s: str) -> tuple[str, set[str]]:
         is_shape = "*" in value and not is_known  # a 3 \times 4 matrix is not 12
         if is_shape or is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, unit
-        unit = unit_of(end[0]) or {"thing"}
+        found = re.findall(r"[a-z]+|[23]", end[0].lower())
+        unit = {part for word in found if word in UNIT for part in UNIT[word].split("/")} \
+            or {"thing"}
         s = value
     if s.endswith("%"):
         unit = {"%", *unit} - {"thing"}
@@ -499,9 +495,6 @@ class Reader:
         if op == ":":
             return self.ratio(left, start)
         self.take()
-        if op == "^":
-            right = self.primary() if self.peek() == "{" else self.expression(POWER - 1)
-            return compute("^", left, right)
         if op == "!":
             return self.point.apply("factorial", left)
         if op == "%":  # applies to all of 3\frac14%
@@ -509,7 +502,7 @@ class Reader:
             return Group("%", [number(left)])
         if op == "°":  # matters only in sin, cos, ...: elsewhere 30° is 30
             return compute("/", compute("*", left, PI), Number(180)) if self.trig else left
-        right = self.expression(BINDING[op])
+        right = self.expression(BINDING[op] - (op == "^"))  # a^b^c is a^(b^c)
         if op == r"\setminus":
             return without(left, right)
         if left.kind == right.kind == "set" and op == r"\cup":
@@ -903,8 +896,6 @@ def same_function(a: Answer, b: Answer) -> bool:
     """Equal at six points. Those where one has no value (a pole, lost digits) are skipped, but
     three must be left.
     """
-    if a.branches == b.branches:
-        return True
     names = a.names | b.names
     point = Point(names)
     if not names:
