@@ -86,11 +86,10 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
         return False
     question = clean(question)
     text = symbols(question)
-    hits = [(i, i + len(formula) - 1)  # the first and the last symbol
-            for formula in formulas for i in range(len(text) - len(formula) + 1)
-            if sorted(text[i:i + len(formula)]) == formula]
-    places = list(SYMBOL.finditer(question)) if hits else []
-    parts = {question[places[i].start():places[j].end()] for i, j in hits}
+    places = list(SYMBOL.finditer(question))
+    parts = {question[places[i].start():places[i + len(formula) - 1].end()]
+             for formula in formulas for i in range(len(text) - len(formula) + 1)
+             if sorted(text[i:i + len(formula)]) == formula}
     return any(is_equal(with_brackets(part), gold) for part in parts)
 
 
@@ -154,8 +153,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
         problem = problems[i // group_size]
         # `opened` is the <think> at the end of the prompt. An answer that never closes it is
         # "truncated".
-        verdict = grade(tokenizer.opened + text, problem.answer, problem.question,
-                        "tags" if style == "tags" else "boxed")
+        verdict = grade(tokenizer.opened + text, problem.answer, problem.question, style)
         found = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
             "prompt": tokenizer.decode(row.prompt), "completion": text,

@@ -232,9 +232,8 @@ def split_unit(s: str) -> tuple[str, set[str]]:
         words = (wrapped or plain or "").lower().strip(" .").replace("/", " ").split()
         is_known = all(word in UNIT for word in words)
         if plain and (not is_known or words[-1] in PRODUCTS):  # 5 men, but not 6xy
-            is_apart = s[end.start(2) - 1].isspace()
-            shortest = 4 if not is_apart else 2 if is_known else 3
-            if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
+            is_apart = s[end.start(2) - 1].isspace() and (is_known or max(map(len, words)) > 2)
+            if not is_apart or not BARE_NUMBER.fullmatch(value):
                 return s, unit
         is_changed = any(map(NOT_UNITS.fullmatch, words)) \
             or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
@@ -245,11 +244,8 @@ def split_unit(s: str) -> tuple[str, set[str]]:
         unit = {part for word in found if word in UNIT for part in UNIT[word].split("/")} \
             or {"thing"}
         s = value
-    if s.endswith("%"):
-        unit = {"%", *unit} - {"thing"}
-    elif s.endswith("°"):
-        unit = {"degree", *unit} - {"thing"}
-    return s, unit
+    mark = {"%": {"%"}, "°": {"degree"}}.get(s[-1:])
+    return s, unit - {"thing"} | mark if mark else unit
 
 
 # -----------------------------------------------------------------------------

@@ -58,8 +58,7 @@ def complete_boxes(text: str) -> list[tuple[int, int, int]]:
     opened = []  # of each open box: depth outside, start, start of the content
     depth = 0  # open braces; a box closes when it is back at the depth outside
     masked = ESCAPED.sub("##", text)
-    first = re.search(BOX, text)
-    for part in BOX_OR_BRACES.finditer(masked, first.start() if first else len(text)):
+    for part in BOX_OR_BRACES.finditer(masked):
         token = part[0]
         if token[0] == "{":
             depth += len(token)
