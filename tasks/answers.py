@@ -66,11 +66,10 @@ UNICODE = str.maketrans({
 })
 # Commands with a simpler spelling. \in and \equiv become "=" because what follows them is the
 # answer and what precedes them only names it.
-RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom  lt <  gt >
-    le <=  leq <=  leqslant <=  ge >=  geq >=  geqslant >=  ne !=  neq !=  in =  equiv =  approx ≈
-    sim ≈  cdot *  times *  ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}
-    colon :  varnothing \emptyset  ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod
-    varphi \phi  lg \log""")
+RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  lt <  gt >  le <=  leq <=
+    leqslant <=  ge >=  geq >=  geqslant >=  ne !=  neq !=  in =  equiv =  approx ≈  cdot *  times *
+    ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}  varnothing \emptyset
+    ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod  varphi \phi  lg \log""")
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan ln log exp sqrt max min
     gcd abs floor ceil""".split())
@@ -562,7 +561,9 @@ class Reader:
         if token == r"\binom":
             return self.point.apply("binom", self.argument(), self.argument())
         if token == r"\matrix":
-            return self.matrix()
+            rows = self.rows("&", r"\\", (r"\end",))
+            is_column = len(rows) > 1 and max(map(len, rows)) == 1
+            return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
         if token == r"\emptyset":
             return Group("set", [])
         if token in FUNCTION_COMMANDS:
@@ -617,11 +618,6 @@ class Reader:
         value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
-    def matrix(self) -> Group:
-        rows = self.rows("&", r"\\", (r"\end",))
-        is_column = len(rows) > 1 and max(map(len, rows)) == 1
-        return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
-
 
 def without(line: Reading, points: Reading) -> Group:
     r"""The real line without some points: \mathbb{R}\setminus\{1\} -> (-\infty,1)\cup(1,\infty)."""
@@ -629,10 +625,6 @@ def without(line: Reading, points: Reading) -> Group:
         raise SyntaxError("a difference of sets")
     ends = [-INFINITY, *sorted(points.items, key=lambda x: number(x).value), INFINITY]
     return Group("union", [Group("()", [*pair]) for pair in zip(ends, ends[1:])])
-
-
-def one_or_list(items: list[Reading]) -> Reading:
-    return items[0] if len(items) == 1 else Group("list", items)
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
@@ -673,7 +665,7 @@ class Answer:
         for tokens in self.branches:
             branch = Reader(tokens, point).listing(("",))
             items += [item for item in branch if repr(item) not in map(repr, items)]  # 0, \pm 2
-        return one_or_list(items)
+        return items[0] if len(items) == 1 else Group("list", items)
 
 
 # -----------------------------------------------------------------------------
@@ -851,8 +843,7 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
     if b.kind == "union":  # x < 1 or x > 2
         return in_any_order(a.items, b.items, point)
     names, values = zip(*map(named, a.items)) if a.items else ((), ())
-    is_tuple = b.kind == "()" or b.kind in BRACKETS and len(b.items) > 2  # [1, 2] is an interval
-    if a.kind == "list" and is_tuple:
+    if a.kind == "list" and b.kind == "()":
         return in_order(values, b.items, point)
     items = b.items if b.kind in ("list", "set") else [b]
     other_names, others = zip(*map(named, items)) if items else ((), ())
