@@ -765,16 +765,12 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
     if len(a.ops) > 1:
         return in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
     sides = a.sides + b.sides
-    if a.kind == "eq" and same_left(sides) and same(sides[1].value, sides[3].value, point):
+    # If the left sides name the same thing, the right ones decide.
+    left, right, other, other_right = (label(side.tokens) for side in sides)
+    are_names = left and other and not (right and other_right) and may_rename(left, other)
+    if a.kind == "eq" and are_names and same(sides[1].value, sides[3].value, point):
         return True
     return proportional(sides, a.ops[0], point)
-
-
-def same_left(sides: list[Side]) -> bool:
-    """Do the left sides, 0 and 2, name the same thing, so that the right ones decide?"""
-    left, left_value, other, other_value = (label(side.tokens) for side in sides)
-    are_names = left and other and not (left_value and other_value)
-    return bool(are_names) and may_rename(left, other)
 
 
 def proportional(sides: list[Side], op: str, point: Point) -> bool:
@@ -783,8 +779,7 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
     """
     names = [names_in(side.tokens) for side in sides]
     one_form = len(names[0] | names[1]) > 1 or is_solved(sides[:2]) == is_solved(sides[2:])
-    are_scalar = all(side.value.kind in SCALAR for side in sides)
-    if not (are_scalar and one_form and point.signs and names[0] | names[1] == names[2] | names[3]):
+    if not (one_form and point.signs and names[0] | names[1] == names[2] | names[3]):
         return False
     x = point.compute("-", sides[0].value, sides[1].value)
     y = point.compute("-", sides[2].value, sides[3].value)
