@@ -42,16 +42,12 @@ def extract(text: str) -> Extraction:
     text = next(turns, "").rpartition("</think>")[2]
     if "<think>" in text:
         return Extraction(None, "truncated")
-    boxed = last_box(text)
-    if boxed:
-        return Extraction(boxed, "box")
     tail = text[-MAX_TAIL:]
     tagged = [answer.strip() for answer in TAG.findall(tail) if answer.strip()]
-    if tagged:
-        return Extraction(tagged[-1], "tag")
-    marked = last_marker(tail)
-    if marked:
-        return Extraction(marked, "marker")
+    found = {"box": last_box(text), "tag": tagged[-1] if tagged else "", "marker": last_marker(tail)}
+    for rule, answer in found.items():
+        if answer:
+            return Extraction(answer, rule)
     return Extraction(None, "none")
 
 
@@ -90,11 +86,10 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
         return False
     question = clean(question)
     text = symbols(question)
-    hits = [(i, i + len(formula) - 1)  # the first and the last symbol
-            for formula in formulas for i in range(len(text) - len(formula) + 1)
-            if sorted(text[i:i + len(formula)]) == formula]
-    places = list(SYMBOL.finditer(question)) if hits else []
-    parts = {question[places[i].start():places[j].end()] for i, j in hits}
+    places = list(SYMBOL.finditer(question))
+    parts = {question[places[i].start():places[i + len(formula) - 1].end()]
+             for formula in formulas for i in range(len(text) - len(formula) + 1)
+             if sorted(text[i:i + len(formula)]) == formula}
     return any(is_equal(with_brackets(part), gold) for part in parts)
 
 
@@ -158,8 +153,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
         problem = problems[i // group_size]
         # `opened` is the <think> at the end of the prompt. An answer that never closes it is
         # "truncated".
-        verdict = grade(tokenizer.opened + text, problem.answer, problem.question,
-                        "tags" if style == "tags" else "boxed")
+        verdict = grade(tokenizer.opened + text, problem.answer, problem.question, style)
         found = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
             "prompt": tokenizer.decode(row.prompt), "completion": text,

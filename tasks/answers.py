@@ -66,11 +66,10 @@ UNICODE = str.maketrans({
 })
 # Commands with a simpler spelling. \in and \equiv become "=" because what follows them is the
 # answer and what precedes them only names it.
-RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  tbinom \binom  lt <  gt >
-    le <=  leq <=  leqslant <=  ge >=  geq >=  geqslant >=  ne !=  neq !=  in =  equiv =  approx ≈
-    sim ≈  cdot *  times *  ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}
-    colon :  varnothing \emptyset  ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod
-    varphi \phi  lg \log""")
+RENAME = pairs(r"""dfrac \frac  tfrac \frac  cfrac \frac  dbinom \binom  lt <  gt >  le <=  leq <=
+    leqslant <=  ge >=  geq >=  geqslant >=  ne !=  neq !=  in =  equiv =  approx ≈  cdot *  times *
+    ast *  div /  lvert |  rvert |  vert |  mid |  lbrace \{  rbrace \}  varnothing \emptyset
+    ldots ...  dots ...  cdots ...  degree °  bmod \mod  pmod \mod  varphi \phi  lg \log""")
 TRIG = frozenset("sin cos tan cot sec csc".split())
 FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan ln log exp sqrt max min
     gcd abs floor ceil""".split())
@@ -219,12 +218,6 @@ UNIT_END = re.compile(
 BARE_NUMBER = re.compile(r"[-+]?[0-9.,/:\s]*[%°]?")
 
 
-def unit_of(words: str) -> set[str]:
-    """"square miles per hour" -> {"2", "mile", "hour"}. Unknown words are ignored."""
-    found = re.findall(r"[a-z]+|[23]", words.lower())
-    return {part for word in found if word in UNIT for part in UNIT[word].split("/")}
-
-
 def split_unit(s: str) -> tuple[str, set[str]]:
     """"12 cm" -> "12" and {"cm"}. A unit is «text», known words, or up to four words after a plain
     number. Words that change the value ("half", "or less") are left in place: without them the
@@ -238,22 +231,20 @@ def split_unit(s: str) -> tuple[str, set[str]]:
         words = (wrapped or plain or "").lower().strip(" .").replace("/", " ").split()
         is_known = all(word in UNIT for word in words)
         if plain and (not is_known or words[-1] in PRODUCTS):  # 5 men, but not 6xy
-            is_apart = s[end.start(2) - 1].isspace()
-            shortest = 4 if not is_apart else 2 if is_known else 3
-            if not BARE_NUMBER.fullmatch(value) or max(map(len, words)) < shortest:
+            is_apart = s[end.start(2) - 1].isspace() and (is_known or max(map(len, words)) > 2)
+            if not is_apart or not BARE_NUMBER.fullmatch(value):
                 return s, unit
         is_changed = any(map(NOT_UNITS.fullmatch, words)) \
             or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
         is_shape = "*" in value and not is_known  # a 3 \times 4 matrix is not 12
         if is_shape or is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, unit
-        unit = unit_of(end[0]) or {"thing"}
+        found = re.findall(r"[a-z]+|[23]", end[0].lower())
+        unit = {part for word in found if word in UNIT for part in UNIT[word].split("/")} \
+            or {"thing"}
         s = value
-    if s.endswith("%"):
-        unit = {"%", *unit} - {"thing"}
-    elif s.endswith("°"):
-        unit = {"degree", *unit} - {"thing"}
-    return s, unit
+    mark = {"%": {"%"}, "°": {"degree"}}.get(s[-1:])
+    return s, unit - {"thing"} | mark if mark else unit
 
 
 # -----------------------------------------------------------------------------
@@ -328,7 +319,7 @@ class Point:
         """A function of numbers. It costs as much as 20 operands."""
         numbers = [number(x) for x in args]
         if name in ("factorial", "binom"):
-            work = int(min(numbers[0].size(), 3_000)) // 7 + 120
+            work = int(min(abs(numbers[0].value), 3_000)) // 7 + 120
         self.spend(work)
         return apply_function(name, numbers)
 
@@ -499,9 +490,6 @@ class Reader:
         if op == ":":
             return self.ratio(left, start)
         self.take()
-        if op == "^":
-            right = self.primary() if self.peek() == "{" else self.expression(POWER - 1)
-            return compute("^", left, right)
         if op == "!":
             return self.point.apply("factorial", left)
         if op == "%":  # applies to all of 3\frac14%
@@ -509,7 +497,7 @@ class Reader:
             return Group("%", [number(left)])
         if op == "°":  # matters only in sin, cos, ...: elsewhere 30° is 30
             return compute("/", compute("*", left, PI), Number(180)) if self.trig else left
-        right = self.expression(BINDING[op])
+        right = self.expression(BINDING[op] - (op == "^"))  # a^b^c is a^(b^c)
         if op == r"\setminus":
             return without(left, right)
         if left.kind == right.kind == "set" and op == r"\cup":
@@ -573,7 +561,9 @@ class Reader:
         if token == r"\binom":
             return self.point.apply("binom", self.argument(), self.argument())
         if token == r"\matrix":
-            return self.matrix()
+            rows = self.rows("&", r"\\", (r"\end",))
+            is_column = len(rows) > 1 and max(map(len, rows)) == 1
+            return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
         if token == r"\emptyset":
             return Group("set", [])
         if token in FUNCTION_COMMANDS:
@@ -628,22 +618,13 @@ class Reader:
         value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
-    def matrix(self) -> Group:
-        rows = self.rows("&", r"\\", (r"\end",))
-        is_column = len(rows) > 1 and max(map(len, rows)) == 1
-        return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
-
 
 def without(line: Reading, points: Reading) -> Group:
     r"""The real line without some points: \mathbb{R}\setminus\{1\} -> (-\infty,1)\cup(1,\infty)."""
     if line.kind != "()" or line.items != [-INFINITY, INFINITY] or points.kind != "set":
         raise SyntaxError("a difference of sets")
-    ends = [-INFINITY, *sorted(points.items, key=lambda x: number(x).real()), INFINITY]
+    ends = [-INFINITY, *sorted(points.items, key=lambda x: number(x).value), INFINITY]
     return Group("union", [Group("()", [*pair]) for pair in zip(ends, ends[1:])])
-
-
-def one_or_list(items: list[Reading]) -> Reading:
-    return items[0] if len(items) == 1 else Group("list", items)
 
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
@@ -684,7 +665,7 @@ class Answer:
         for tokens in self.branches:
             branch = Reader(tokens, point).listing(("",))
             items += [item for item in branch if repr(item) not in map(repr, items)]  # 0, \pm 2
-        return one_or_list(items)
+        return items[0] if len(items) == 1 else Group("list", items)
 
 
 # -----------------------------------------------------------------------------
@@ -726,9 +707,9 @@ def same_number(a: Reading, b: Reading, point: Point) -> bool:
         return False
     for one, other in ((a, b), (b, a)):
         if one.kind == "%" != other.kind and same_number(one.items[0], other, point):
-            return one.items[0].size() >= 1
+            return abs(one.items[0].value) >= 1
     x, y = number(a), number(b)
-    if a.kind != b.kind and "%" in (a.kind, b.kind) and x.size() >= 2:
+    if a.kind != b.kind and "%" in (a.kind, b.kind) and abs(x.value) >= 2:
         return False
     return x == y or rounds_to(x, y) or rounds_to(y, x)
 
@@ -784,16 +765,12 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
     if len(a.ops) > 1:
         return in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
     sides = a.sides + b.sides
-    if a.kind == "eq" and same_left(sides) and same(sides[1].value, sides[3].value, point):
+    # If the left sides name the same thing, the right ones decide.
+    left, right, other, other_right = (label(side.tokens) for side in sides)
+    are_names = left and other and not (right and other_right) and may_rename(left, other)
+    if a.kind == "eq" and are_names and same(sides[1].value, sides[3].value, point):
         return True
     return proportional(sides, a.ops[0], point)
-
-
-def same_left(sides: list[Side]) -> bool:
-    """Do the left sides, 0 and 2, name the same thing, so that the right ones decide?"""
-    left, left_value, other, other_value = (label(side.tokens) for side in sides)
-    are_names = left and other and not (left_value and other_value)
-    return bool(are_names) and may_rename(left, other)
 
 
 def proportional(sides: list[Side], op: str, point: Point) -> bool:
@@ -802,13 +779,12 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
     """
     names = [names_in(side.tokens) for side in sides]
     one_form = len(names[0] | names[1]) > 1 or is_solved(sides[:2]) == is_solved(sides[2:])
-    are_scalar = all(side.value.kind in SCALAR for side in sides)
-    if not (are_scalar and one_form and point.signs and names[0] | names[1] == names[2] | names[3]):
+    if not (one_form and point.signs and names[0] | names[1] == names[2] | names[3]):
         return False
     x = point.compute("-", sides[0].value, sides[1].value)
     y = point.compute("-", sides[2].value, sides[3].value)
     quotient = point.compute("/", x, y)  # no value where y = 0 holds
-    if quotient.size() == 0 or op in ("<", "<=") and quotient.real() < 0:
+    if quotient.value == 0 or op in ("<", "<=") and quotient.value < 0:
         return False
     key = repr([side.tokens for side in sides])
     return quotient == point.factors.setdefault(key, quotient)  # that of the first point
@@ -862,8 +838,7 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
     if b.kind == "union":  # x < 1 or x > 2
         return in_any_order(a.items, b.items, point)
     names, values = zip(*map(named, a.items)) if a.items else ((), ())
-    is_tuple = b.kind == "()" or b.kind in BRACKETS and len(b.items) > 2  # [1, 2] is an interval
-    if a.kind == "list" and is_tuple:
+    if a.kind == "list" and b.kind == "()":
         return in_order(values, b.items, point)
     items = b.items if b.kind in ("list", "set") else [b]
     other_names, others = zip(*map(named, items)) if items else ((), ())
@@ -903,8 +878,6 @@ def same_function(a: Answer, b: Answer) -> bool:
     """Equal at six points. Those where one has no value (a pole, lost digits) are skipped, but
     three must be left.
     """
-    if a.branches == b.branches:
-        return True
     names = a.names | b.names
     point = Point(names)
     if not names:
@@ -916,7 +889,7 @@ def same_function(a: Answer, b: Answer) -> bool:
             if not same(a.at(point), b.at(point), point):
                 return False
             found += 1
-        except (ArithmeticError, ValueError):
+        except (ArithmeticError, ValueError, TypeError):  # TypeError: complex numbers have no order
             pass
     return found >= 3
 

@@ -50,14 +50,6 @@ class Number(NamedTuple):
     def __neg__(self) -> "Number":
         return self._replace(value=-self.value)
 
-    def size(self) -> Value:
-        return abs(self.value)
-
-    def real(self) -> Value:
-        if isinstance(self.value, mp.mpc):
-            raise ArithmeticError("complex numbers have no order")
-        return self.value
-
 
 def settle(z: Value) -> Value:
     """Removes rounding errors: 3 + 1e-99 becomes 3, and 5 + 1e-99 i becomes 5."""
@@ -140,7 +132,7 @@ def power(x: Value, n: Value) -> Value:
 
 
 def floor(x: Value) -> int:
-    if abs(Number(x).real()) > MAX_WHOLE:
+    if abs(x) > MAX_WHOLE:
         raise ArithmeticError("digits are lost")
     return int(mp.floor(x))
 
@@ -153,7 +145,7 @@ def modulo(x: Value, n: Value) -> Value:
 
 def factorial(n: Value) -> Value:
     """n!, or the gamma function of n + 1 if n is not an integer."""
-    if abs(Number(n).real()) > MAX_FACTORIAL:
+    if abs(n) > MAX_FACTORIAL:
         raise ArithmeticError("too large")
     return math.factorial(n) if isinstance(n, int) and n >= 0 else mp.factorial(n)
 
@@ -184,8 +176,8 @@ FORMULAS = {
     "arccos": limited(mp.acos),
     "arctan": limited(mp.atan),
     "abs": abs,
-    "max": lambda *args: max(args, key=lambda x: Number(x).real()),
-    "min": lambda *args: min(args, key=lambda x: Number(x).real()),
+    "max": lambda *args: max(args),
+    "min": lambda *args: min(args),
     "floor": floor,
     "ceil": lambda x: -floor(-x),
     # floor takes too few values to tell functions apart at six points
@@ -205,7 +197,8 @@ INFINITY = Number(unknown("infinity"), digits=-1)  # equals itself, and has no a
 
 def apply_function(name: str, args: list[Number]) -> Number:
     """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits. ArithmeticError if there
-    is no value or it is too large to compute, SyntaxError for unknown names.
+    is no value or it is too large to compute, SyntaxError for unknown names, TypeError for the
+    order of complex numbers.
     """
     if name not in FORMULAS:  # arcsec
         raise SyntaxError(f"no function {name}")

@@ -34,7 +34,7 @@ def boxed(answer):
 
 @pytest.mark.parametrize("text,answer,rule", [
     (r"first \boxed{1}, no: \boxed{\frac{1}{2}} indeed", r"\frac{1}{2}", "box"),
-    (r"\fbox{7}", "7", "box"), (r"\boxed   {7}", "7", "box"), (r"so \boxed 7$", "7", "box"),
+    (r"\fbox{7}", "7", "box"), (r"\boxed   {7}", "7", "box"),
     (r"\boxed{3} and then \boxed{4", "3", "box"),              # an unclosed box is skipped
     (r"\boxed{3} or not, \boxed{}", "3", "box"),
     (r"\boxed{} \boxed{3}", "3", "box"), (r"\boxed{1} \boxed{} \boxed{3}", "3", "box"),
