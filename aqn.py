@@ -83,7 +83,7 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
     """A context for rollouts, in which input_norm and post_norm of every layer have noise.
 
-    Nothing computed inside, such as a KV cache, may be used outside. It does not nest.
+    Nothing computed inside, such as a KV cache, may be used after it. These contexts do not nest.
     """
     norms = [(i, which, norm) for i, layer in enumerate(model.layers)
              for which, norm in enumerate((layer.input_norm, layer.post_norm))]

@@ -142,8 +142,8 @@ class Spans(NamedTuple):
     """Who sees whom, as input of FlashAttention: n spans. In span i the queries q_starts[i] to
     q_starts[i + 1] - 1 see the keys k_starts[i] to k_starts[i + 1] - 1.
 
-    So every query and every key is in one span. A span may have no queries, but a span with queries
-    needs keys: the softmax over nothing is NaN.
+    Each query and each key belongs to exactly one span. A span may have no queries, but a span with
+    queries needs keys: the softmax over nothing is NaN.
     """
     q_starts: Tensor                             # (n + 1,) int32, from 0 to the number of queries
     k_starts: Tensor                             # (n + 1,) int32, equal to q_starts where causal

@@ -138,8 +138,8 @@ LOSSES = {
 def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Which groups have something to teach: (B,) rewards -> (P,) bool, True if rewards differ.
 
-    Unscorable rows (NaN) do not count; a group without any other row is not informative. A
-    difference of a billionth of the rewards' size is rounding: 0.1 + 0.2 is not 0.3.
+    Unscorable rows (NaN) do not count; a group without any other row is not informative. Rewards
+    within a billionth of the largest are equal, since in floats 0.1 + 0.2 is not 0.3.
     """
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
@@ -209,8 +209,8 @@ def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
     minibatches are empty, and the learner skips those.
     """
     groups = mask.any(dim=1).view(-1, group_size).any(dim=1)                # (P,)
-    # (P,): a group's minibatch, 0..count - 1. Groups without a token in the loss get the number of
-    # the group before them, or -1 at the beginning; `mask` keeps them out either way.
+    # (P,): a group's minibatch, 0..count - 1. What a group without a token in the loss gets does
+    # not matter, since `mask` drops it.
     number = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
     row_number = number.repeat_interleave(group_size)[:, None]              # (B, 1)
     return [mask & (row_number == u) for u in range(count)]
@@ -308,8 +308,7 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     sums["clip_ratio_low"] = clipped_low.double().sum()
     sums["clip_ratio_high"] = clipped_high.double().sum()
     if reference is not None:
-        # Not reweighted: k3 is averaged over the rollout's tokens, so under noise it is slightly
-        # biased.
+        # Without an importance weight, so with noisy rollouts this estimate is slightly biased.
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().double().sum()

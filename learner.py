@@ -44,9 +44,9 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """Result of update(). The adapter is unchanged if no row was trained (no sums), the gradient
-    was 0, or a loss or gradient was not finite (failure). A failed update keeps its sums and norm
-    as they are, infinite or NaN, for the log.
+    """Result of update(). The adapter is unchanged if no row was trained (sums is empty), the
+    gradient was 0, or the loss or gradient was not finite (failure says what). A failed update
+    keeps its sums and norm as they are, infinite or NaN, for the log.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping

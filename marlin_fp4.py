@@ -470,9 +470,8 @@ def dequantize_kernel(
 
 def parts_of_k(M: int) -> int:
     """Into how many parts the programs of x @ A.T cut K, at least, with M rows of x."""
-    # With more than 32 rows products take the time, and a tile of A has half as many as one of W.
-    # And most columns of W are then in two slabs: with A in four, the loop that adds slabs up would
-    # run twice as long.
+    # Above 32 rows the products are the limit, and a tile of A costs half a tile of W. Two parts
+    # also match the two slabs of most of W's columns: four would double the loop that adds them.
     return 4 if M <= 32 else 2
 
 

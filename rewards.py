@@ -44,7 +44,8 @@ def extract(text: str) -> Extraction:
         return Extraction(None, "truncated")
     tail = text[-MAX_TAIL:]
     tagged = [answer.strip() for answer in TAG.findall(tail) if answer.strip()]
-    found = {"box": last_box(text), "tag": tagged[-1] if tagged else "", "marker": last_marker(tail)}
+    found = {"box": last_box(text), "tag": tagged[-1] if tagged else "",
+             "marker": last_marker(tail)}
     for rule, answer in found.items():
         if answer:
             return Extraction(answer, rule)
@@ -75,11 +76,12 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed") 
 
 
 def is_copied(answer: str, question: str, gold: str) -> bool:
-    r"""Is the answer a formula from the question, with an operator and other than the gold answer?
-    \boxed{\binom{18}{12}} equals 18564, but nothing has been computed.
+    r"""True if the answer only restates a formula of the question, with an operator, and the gold
+    answer is not written that way: \boxed{\binom{18}{12}} equals 18564, but nothing was computed.
 
     The formula is in the question if some part has the same symbols, in any order, and equals the
-    gold answer: 7+12 is 12+7, but 7/2 is not 2/7. A policy can still write X + 0 for a formula X.
+    gold answer: 7+12 is 12+7, but 7/2 is not 2/7. A policy can still write X + 0 for a formula X,
+    and a formula that the question has only in words, such as 7*9-8.
     """
     formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
     if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):

@@ -40,7 +40,7 @@ A row's own tokens start a new kv_block, so shared kv_blocks are never written t
   are left.
 - The CPU reads the drawn tokens once per *window* of decode steps: 8 on a GPU, which must wait for
   each read, and 1 on a CPU. A row that ends inside a window stays in the batch until the window is
-  over. A GPU's batch also has spare rows, since only some numbers of rows have a CUDA graph.
+  over. CUDA graphs exist only for some batch sizes, so a GPU's batch is padded to the next one.
   Rollouts.idle counts both.
 - A prefix keeps its kv_blocks until the last sequence of its group ends; a row gets its own as it
   grows. When the pool runs dry, prefixes that only waiting sequences use are freed first, to be
@@ -480,8 +480,8 @@ class DecodeBatch(NamedTuple):
     """The running rows, as input of a window of decode steps: tensors on the device, (n,) int64.
 
     siblings: rows that share a prefix are neighbours, and a kernel may read the prefix once for up
-    to engine.most_siblings(n) of them. The first of these rows has their number, the others 0:
-    three rows of one prefix and one of another are 3 0 0 1.
+    to engine.most_siblings(n) of them. The first of these rows has their number, the others 0.
+    Three rows that share a prefix, then one with another, are 3 0 0 1.
     """
     token: Tensor                                # the next input
     pos: Tensor                                  # its position

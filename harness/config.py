@@ -144,9 +144,9 @@ class Objective:
     clip_high: float | None = setting(None, "clip the ratio above 1 + X (default: the loss's own)",
                                       "(0, 1e9]")
     correction: str | None = setting(
-        None, "correction for noise and rounding in the rollout; truncate: importance weights of "
-        "at most 2; ppo: clip policy / rollout (paper), not for strong noise; off: none (release) "
-        "(default: the loss's own, truncate)",
+        None, "correction for noise and rounding in the rollout; truncate: importance weight "
+        "min(old / rollout, 2); ppo: clip policy / rollout (paper), bad under strong noise; off: "
+        "none (release) (default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("none", "divisor of advantages; group: standard deviation of "
                                    "the group's rewards (paper); none: 1 (Dr. GRPO)",

@@ -96,8 +96,8 @@ class Limits(NamedTuple):
 class Option(NamedTuple):
     """One way to divide what is free.
 
-    The best has the least pool_lack; among equals, the fewest forwards; among equals again, it is
-    the one tried first, which has the largest micro-batches.
+    The best has the least pool_lack, then the fewest forwards, then the largest micro-batches,
+    which are tried first.
     """
     pool_lack: float              # bytes missing for a quarter of the useful pool, 0 if it fits
     forwards: float               # the learner's cost per token, in forwards through the model
