@@ -235,8 +235,8 @@ class Learner:
         # Without compute_old_logprobs(), a row's first pass keeps its log-probs for later ones.
         for b, logprobs in zip(numbers, policy.detach().split(lengths)):
             if b not in batch.old:
-                # A rank keeps them only for its own rows. --epochs repeats the same updates, which
-                # deals the same rows to the same ranks, so they are always there.
+                # A rank keeps them only for its own rows. Each epoch deals the same rows to the same
+                # ranks, so they are always there.
                 assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
                 batch.old[b] = logprobs
         old = torch.cat([batch.old[b] for b in numbers])

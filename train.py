@@ -176,7 +176,8 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     when = f"after {counted(steps_done, 'step')}" if steps_done else "before training"
     say(f"{when}: held-out {text}, in {time.perf_counter() - began:.1f} s")
 
-    # `step`: whose line of metrics.jsonl has the figures. Without that line, --resume cuts these.
+    # `step`: the line of metrics.jsonl with this evaluation. --resume drops these answers if that
+    # line is missing.
     place = {"step": max(steps_done - 1, 0), "steps_done": steps_done}
     run.folder.log("held_out.jsonl", [place | row for row in graded])
     return metrics

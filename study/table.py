@@ -175,9 +175,13 @@ def line_of(found: dict) -> str:
 
 
 def over_both(found: list[dict]) -> tuple[float, float]:
-    """Several paired differences as one, weighted by inverse variance: mean, half width (normal)."""
+    """Several paired differences as one, weighted by inverse variance: mean, half width by Student's t with Welch and
+    Satterthwaite's degrees of freedom.
+    """
     weights = [(t_quantile(one["seeds"] - 1) / one["paired"])**2 for one in found]
-    return (sum(w * one["mean"] for w, one in zip(weights, found)) / sum(weights), 1.96 / sum(weights)**0.5)
+    total = sum(weights)
+    freedom = total**2 / sum(w**2 / (one["seeds"] - 1) for w, one in zip(weights, found))
+    return sum(w * one["mean"] for w, one in zip(weights, found)) / total, t_quantile(freedom) / total**0.5
 
 
 def welch(left: dict[int, float], right: dict[int, float]) -> float:
