@@ -376,7 +376,13 @@ def require_repeated(held: dict, given: Collection[str], path: str | Path | None
     for name in NAME_FUNCTIONS:
         if ":" in (held.get(name) or "") and name not in given:
             raise UserError(f"{path}: names a function, {option(name)} {held[name]}: repeat the "
-                            "flag to run that code, or give it another value")
+                            "flag to run that code")
+
+
+def flags_to_repeat(held: dict) -> list[str]:
+    """The flags that require_repeated() asks for: --reward my_reward:score, as two words."""
+    return [word for name in NAME_FUNCTIONS if ":" in (held.get(name) or "")
+            for word in (option(name), held[name])]
 
 
 def shape_of(adapter: str, given: dict) -> dict:
@@ -453,4 +459,5 @@ def check_resumed(given: dict, held: dict) -> None:
         had = held.get(name)
         grows = name == "steps" and value > had
         if value != had and not grows and name not in MAY_MOVE:
-            raise UserError(f"--resume: {option(name)} is {value!r}, the run had {had!r}")
+            more = ", which may only be raised" if name == "steps" else ""
+            raise UserError(f"--resume: {option(name)} is {value!r}, the run had {had!r}{more}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from files import Stopped, counted, read_log
-from harness.config import Settings
+from harness.config import Settings, flags_to_repeat
 from ranks import RANK, WORLD, gather, say
 
 # -----------------------------------------------------------------------------
@@ -113,7 +113,8 @@ def farewell(settings: Settings) -> None:
     peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""
     seconds = sum(row["seconds"] for row in metrics)
     say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}{changed}{peak}")
-    say(f"next: python evaluate.py {folder}; python -m tools.report {folder}")
+    again = " ".join(["", *flags_to_repeat(settings.flat())])
+    say(f"next: python evaluate.py {folder}{again}; python -m tools.report {folder}")
 
 
 def duration(seconds: float) -> str:

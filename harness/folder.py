@@ -60,6 +60,7 @@ from files import (
     read_log,
     write_json,
 )
+from harness.config import flags_to_repeat
 from ranks import RANK, say
 
 try:
@@ -153,7 +154,7 @@ def claim(folder: Path, resume: bool) -> None:
             pass
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
-        advice = ", or --resume it" if "run.json" in found else ""
+        advice = f", or --resume --out {folder}" if "run.json" in found else ""
         if found == ["base"]:                    # the set-up of a run failed after its calibration
             advice = f", and --model {folder / 'base'}, which is calibrated already"
         raise UserError(f"--out {folder} is not empty, it contains {found[0]}: choose another "
@@ -305,7 +306,8 @@ class RunFolder:
         cannot. then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
-        return f"{then} --out {shlex.quote(str(self.path))}" if then and begun else ""
+        words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
+        return f"{then} {shlex.join(words)}" if then and begun else ""
 
 
 def trim_log(path: Path, step: int) -> None:

@@ -256,16 +256,17 @@ def begin(run: Run) -> Progress:
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
     about = env.provenance(hardware)
-    counters = run.folder.start(before or run.flags | {"about": about}, before is not None)
-    run.learner.restore(counters)
-    names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
-    progress = Progress(**{name: counters[name] for name in names})
     if before:
         for what in ("hardware", "program"):     # a program may set a tool or an optimizer
             began_with = before["about"].get(what, about[what])
             if began_with != about[what]:
                 say(f"{what} was {began_with}, is now {about[what]}: results may differ from an "
                     "uninterrupted run")
+    counters = run.folder.start(before or run.flags | {"about": about}, before is not None)
+    run.learner.restore(counters)
+    names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
+    progress = Progress(**{name: counters[name] for name in names})
+    if before:
         changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
                    if run.flags[name] != before[name]}
         if changes:

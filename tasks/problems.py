@@ -101,11 +101,11 @@ def fetch_split(source: str, split: str) -> list[Path]:
     On the hub, file names begin with the split: main/train-00000-of-00002.parquet. UserError if
     several folders have such files.
     """
-    where = KNOWN.get(source, source)
+    where = KNOWN.get(source, source).format(split=split)
     repository, _, folder = where.partition(":")
     try:
         if repository == "https":
-            return [download(where.format(split=split), f"{source}_{split}.jsonl")]
+            return [download(where, f"{source}_{split}.jsonl")]
         root = hub_files(repository, folder)
     except Exception as error:                   # hub, httpx and urllib share no base class
         raise UserError(f"cannot fetch {where} into {constants.HF_HOME}: "

@@ -233,3 +233,12 @@ def test_calibrated_run_uses_its_own_base(run):
     (folder / "base").mkdir()
     found = settings_of_run(folder)
     assert (found.model.model, found.general.out) == (f"{folder}/base", str(folder))
+
+
+def test_the_advice_repeats_the_flags_that_name_functions():
+    """What the end of a run prints after `python evaluate.py OUT` must be accepted there."""
+    held = {"reward": "mine:score", "prompt_style": "boxed", "steps": 3}
+    assert config.flags_to_repeat(held) == ["--reward", "mine:score"]
+    with pytest.raises(UserError, match="--reward mine:score"):
+        config.require_repeated(held, [], "run.json")
+    config.require_repeated(held, ["reward"], "run.json")
