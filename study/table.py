@@ -43,9 +43,9 @@ COMPARISONS = (
     ("MATH, 1.5B: calibrated at 1e-4 - bf16 at 2e-4", "math-calibrated-1e-4", "math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, both at 2e-4", "math-calibrated-2e-4", "math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, planned seeds", "o11-cal", "o11-bf16"),
-    ("MATH, 1.5B: repaired - calibrated", "o11-rep", "o11-cal"),
     ("MATH, 1.5B: the same with the seeds before", "math-calibrated-2e-4+o11-cal",
      "math-bf16-2e-4+o11-bf16"),
+    ("MATH, 1.5B: repaired - calibrated", "o11-rep", "o11-cal"),
     ("MATH, 1.5B: calibrated - bf16, both at 1e-4", "math-calibrated-1e-4", "math-bf16-1e-4"),
     ("MATH, 1.5B: calibrated, 2e-4 - 1e-4", "math-calibrated-2e-4", "math-calibrated-1e-4"),
     ("MATH, 1.5B: bf16, 2e-4 - 1e-4", "math-bf16-2e-4", "math-bf16-1e-4"),
@@ -139,9 +139,10 @@ def pooled_variance(arms: dict, like: dict, kind: str) -> tuple[float, int]:
 def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
     """The difference of two arms; None if an arm lacks this kind of answers.
 
-    mean, seeds: over the seeds that both have, absent if there are none; "paired", "Welch", "pooled": half widths ("pooled"
-    not if an arm trains all weights); "welch_mean": the difference of the arms' means over all their seeds, which Welch's
-    interval surrounds; "all_seeds": how many each has.
+    mean, seeds: over the seeds that both have, absent if there are none.
+    paired, Welch, pooled: half widths; no pooled one if an arm trains all weights.
+    welch_mean: the difference of the arms' means over all their seeds, which Welch's interval surrounds.
+    all_seeds: how many each arm has. other_seeds: whether they differ.
     """
     left, right = values(arms, a, kind), values(arms, b, kind)
     if not left or not right:
@@ -165,7 +166,8 @@ def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
 
 def line_of(found: dict) -> str:
     if "mean" not in found:
-        return f"{found['welch_mean']:+.2f}, Welch {found['Welch']:.2f}; {' and '.join(map(str, found['all_seeds']))} seeds"
+        left, right = found["all_seeds"]
+        return f"{found['welch_mean']:+.2f}, Welch {found['Welch']:.2f}; {left} and {right} seeds"
     line = f"{found['mean']:+.2f}, paired {found['paired']:.2f}, Welch {found['Welch']:.2f}"
     if found["other_seeds"]:
         line += f" about {found['welch_mean']:+.2f}"
@@ -255,7 +257,8 @@ def main() -> None:
             if found:
                 print(f"{what:56} {kind:8} {line_of(found)}")
     print()
-    for what, first, second in (("calibrated - bf16, both at 2e-4", "cal", "bf16"), ("repaired - calibrated", "rep", "cal")):
+    for what, first, second in (("calibrated - bf16, both at 2e-4", "cal", "bf16"),
+                                ("repaired - calibrated", "rep", "cal")):
         both = [compare(arms, f"{order}-{first}", f"{order}-{second}", "sampled") for order in ("o9", "o11")]
         middle, half = over_both(both)
         print(f"{what + ', both models':56} sampled  {middle:+.2f}, by inverse variance {half:.2f}")

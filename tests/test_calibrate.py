@@ -266,7 +266,8 @@ def test_printed_kl_matches_the_logits_of_both_models(tiny, tmp_path, monkeypatc
     total, count = map(sum, zip(*sums))
     said, _ = capsys.readouterr().out.splitlines()         # the last line is load's
     assert json.loads((tmp_path / "out" / "config.json").read_text())["calibration"] == said
-    kl = float(re.fullmatch(r"KL\(16 bits \|\| 4 bits\) (\S+) nats per token, on the 63 tokens of 3 answers .*", said)[1])
+    found = re.fullmatch(r"KL\(16 bits \|\| 4 bits\) (\S+) nats per token, on the 63 tokens of 3 answers .*", said)
+    kl = float(found[1])
     # Logits that are off by `off` move a log-prob by up to 2 * off and p by a factor of about 1 + 2 * off.
     slack = 2 * 2 * off + 2 * off * ratio + 0.005 * kl     # it is printed with three digits
     assert count == 20 + 21 + 22 and slack < 1e-3
