@@ -6,26 +6,18 @@ One HTML page for reading runs: curves, settings, and every answer that the mode
 
 The page is a single file that opens offline in any browser from 2023 on:
 
-    at the top   held-out accuracy before and after, duration, hardware
     curves       of metrics.jsonl; click one to see the answers of that step
     flags        of run.json, where the runs differ
-    answers      of samples.jsonl and held_out.jsonl, with filters and sorting; open one to see the
-                 prompt and the text, with the answer that the grader read marked
-    problems     hardest first; open one to see its answers side by side, from two runs or from the
-                 start and the end of one
-
-Filters and order are kept in the page's address, so a view can be shared:
-report.html#from=40&most=0 shows the wrong answers from step 40 on.
+    answers      of samples.jsonl and held_out.jsonl by step, all, right or wrong, or those with a
+                 text in them; open one to see the prompt, the text and all that was logged
 
 Text from models and data sets is always shown as text, never as HTML. The page is
-tools/report.html with gzipped data inside, about half the size of samples.jsonl.
+tools/report.html with gzipped data inside.
 """
 import argparse
 import base64
 import gzip
 import json
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
@@ -33,39 +25,25 @@ import env  # isort: skip; its settings come before torch
 from files import UserError, read_json, read_log, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
-PROBLEM = "id", "question", "answer", "prompt"      # what answers to one problem have in common
 
-# The panels of the page, in its order:
-# key in metrics.jsonl -> title, vertical axis: "share" goes from 0 to 1, "log" is logarithmic,
-# "free" spans the values. docs/metrics.md defines every key.
+# The panels of the page, in its order: key in metrics.jsonl -> title, ends of the vertical axis
+# (None: it spans the values). Other keys come below them. docs/metrics.md defines every key.
 PANELS = dict(
-    reward=("mean reward of the answers", "free"),
-    accuracy=("share of answers that are right", "share"),
-    eval_accuracy=("accuracy on held-out problems", "share"),
-    informative=("share of groups that teach", "share"),
-    truncated=("share of answers that were cut off", "share"),
-    length=("length of an answer, tokens", "free"),
-    sampler_entropy=("entropy of the sampler, nats per token", "free"),
-    entropy=("entropy of the learner where groups teach, nats per token", "free"),
-    sigma=("sigma of the noise on the norms", "log"),
-    grad_norm=("norm of the gradient before clipping", "free"),
-    rollout_logp_diff=("learner and rollout differ by, mean |log ratio|", "free"),
-    kl=("KL to the base model, nats per token", "free"),
-    tokens_per_s=("sampled tokens a second", "free"),
+    reward=("mean reward of the answers", None),
+    accuracy=("share of answers that are right", [0, 1]),
+    eval_accuracy=("accuracy on held-out problems", [0, 1]),
+    eval_reward=("own reward on held-out problems", None),
+    informative=("share of groups that teach", [0, 1]),
+    truncated=("share of answers that were cut off", [0, 1]),
+    length=("length of an answer, tokens", None),
+    sampler_entropy=("entropy of the sampler, nats per token", None),
+    entropy=("entropy of the learner where groups teach, nats per token", None),
+    sigma=("sigma of the noise on the norms", None),
+    grad_norm=("norm of the gradient before clipping", None),
+    rollout_logp_diff=("learner and rollout differ by, mean |log ratio|", None),
+    kl=("KL to the base model, nats per token", None),
+    tokens_per_s=("sampled tokens a second", None),
 )
-
-
-def panels_for(keys: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """PANELS, and after `reward` those of a --reward function: each part, and the held-out mean.
-
-    keys: all that the runs have logged.
-    """
-    own = {key: (f"own reward, part {key.removeprefix('reward_')}", "free")
-           for key in sorted(keys) if key.startswith("reward_")}
-    if list(own) == ["reward_reward"]:           # a function that returns one number: `reward`
-        own = {}
-    own["eval_reward"] = ("own reward on held-out problems", "free")
-    return {"reward": PANELS["reward"]} | own | PANELS
 
 
 # -----------------------------------------------------------------------------
@@ -110,30 +88,21 @@ def flat(flags: dict, prefix: str = "") -> dict:
     return names
 
 
-def read_answers(path: Path, problems: dict, group_size: int, every: int = 1) -> list[dict]:
-    """The answers of samples.jsonl or held_out.jsonl of every `every`-th step; [] without the file.
-    In those of held_out.jsonl `step` becomes the number of steps done, as in evaluations().
+def read_answers(path: Path, every: int = 1) -> list[dict]:
+    """The rows of samples.jsonl or held_out.jsonl of every `every`-th step; [] without the file.
 
-    A problem comes up again and again, at least for each answer of its group, and prompts are
-    long. So `id`, `question`, `answer` and `prompt` become `problem`, the number of the problem.
-    problems: those four -> number; the new ones are added. `group` is the place of the answer's
-    group in its step: its answers stand side by side.
+    In those of held_out.jsonl `step` becomes the number of steps done, as in evaluations().
     """
     answers = []
-    count = Counter()                            # answers of each step so far
     for row, _ in read_log(path) if path.exists() else ():
         row["step"] = row.pop("steps_done", row["step"])
-        group = count[row["step"]] // group_size
-        count[row["step"]] += 1
         if row["step"] % every == 0:
-            known = tuple(row.pop(key) for key in PROBLEM)
-            number = problems.setdefault(known, len(problems))
-            answers.append(row | {"problem": number, "group": group})
+            answers.append(row)
     return answers
 
 
 def read_run(folder: Path, every: int = 1) -> dict:
-    """What the page shows of one run, with the answers of every `every`-th step.
+    """What the page shows of one run, with the sampled answers of every `every`-th step.
 
     Raises OSError, UserError or Stopped, with a message that names the file.
     """
@@ -141,21 +110,15 @@ def read_run(folder: Path, every: int = 1) -> dict:
     metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
     if not metrics:
         raise UserError(f"{folder / 'metrics.jsonl'}: no complete line yet")
-    problems = {}
-    samples = read_answers(folder / "samples.jsonl", problems, flags["group_size"], every)
-    held_out = read_answers(folder / "held_out.jsonl", problems, 1)        # of a few steps anyway
-    # The panels' keys first, in their order; then all others that the run has logged.
     evaluated = evaluations(metrics)
-    keys = dict.fromkeys(PANELS) | dict.fromkeys(key for row in metrics + evaluated for key in row)
-    del keys["step"]
     curves = {}                                  # key -> steps, values, their moving mean
-    for key in keys:
+    for key in dict.fromkeys(key for row in metrics + evaluated for key in row if key != "step"):
         steps, values = series(evaluated if key.startswith("eval_") else metrics, key)
         if steps:
             curves[key] = steps, values, smooth(values, len(values) // 15)
-    return {"name": str(folder), "flags": flat(flags), "curves": curves,
-            "problems": [dict(zip(PROBLEM, known)) for known in problems],
-            "samples": samples, "held_out": held_out}
+    answers = {"training": read_answers(folder / "samples.jsonl", every),
+               "evaluations": read_answers(folder / "held_out.jsonl")}       # of a few steps anyway
+    return {"name": str(folder), "flags": flat(flags), "curves": curves, "answers": answers}
 
 
 # -----------------------------------------------------------------------------
@@ -165,8 +128,7 @@ def page(runs: list[dict]) -> str:
     """The HTML of the page for what read_run() gave for each run. UserError if there is more text
     than a browser reads.
     """
-    panels = panels_for({key for run in runs for key in run["curves"]})
-    data = json.dumps({"panels": panels, "runs": runs}, separators=(",", ":"), allow_nan=False)
+    data = json.dumps({"panels": PANELS, "runs": runs}, separators=(",", ":"), allow_nan=False)
     if len(data) > MOST_CHARACTERS:
         raise UserError(f"{len(data) / 1e6:.0f} MB of text are too much for a browser: --every 10 "
                         "keeps the answers of every 10th step")
@@ -185,8 +147,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, metavar="N",
                         help="keep the answers of every Nth step only (default: 1)")
     args = parser.parse_args()
-    others = "-".join(["-with", *(run.resolve().name for run in args.runs[1:])])
-    out = args.out or args.runs[0] / f"report{others if args.runs[1:] else ''}.html"
+    others = [run.resolve().name for run in args.runs[1:]]
+    name = "-".join(["report-with", *others]) if others else "report"
+    out = args.out or args.runs[0] / f"{name}.html"
     with env.one_line("report"):
         if args.every < 1:
             raise UserError(f"--every must be at least 1, got {args.every}")
