@@ -140,12 +140,14 @@ def test_first_half_of_kv_pool_outranks_activations(gpu, monkeypatch, limit, poo
     assert plan.kept_layers == kept
 
 
-def test_largest_micro_batch_leaves_a_quarter_of_the_pool(gpu, monkeypatch):
+@pytest.mark.parametrize("limit,tokens", [(37.8, 8192), (24.3, 2048)])
+def test_largest_micro_batch_leaves_a_quarter_of_the_pool(gpu, monkeypatch, limit, tokens):
     # 34 of 37.8 GiB are left. 16384 tokens need 16 and leave 18 for the pool, less than a quarter of 80; 8192 need 8.
+    # Of 24.3 GiB 21 are left, and no size leaves a quarter: 4096 leave 17, 2048 leave 19, the most.
     make_useful(gpu, monkeypatch, 80)
     gpu.token_bytes = GIB / 4096
-    plan = gpu.plan(37.8)
-    assert (plan.micro_batch_tokens, plan.kept_layers) == (8192, 0)
+    plan = gpu.plan(limit)
+    assert (plan.micro_batch_tokens, plan.kept_layers) == (tokens, 0)
 
 
 def test_expanded_weight_buffer_exists_before_measuring(gpu, monkeypatch):
