@@ -26,20 +26,18 @@ does not fail at step 300, on the first batch of long answers.
     KV pool               useful up to max_rows sequences of full length
     activations           of layers that keep theirs, and are not recomputed in the backward
 
-For each size of micro-batch, largest first, the memory that it leaves free is assigned in this
-order:
+What is free is assigned in this order:
 
-    1. to the KV pool, up to half of its useful size, but at least one sequence of full length: few
-       answers get that long, and a row that finds no free kv_block waits;
-    2. to activations, of as many layers as fit;
-    3. to the KV pool, up to its useful size;
-    4. what remains is kept free, and listed with the activations.
+    1. to the KV pool, up to a quarter of its useful size;
+    2. to the longest micro-batch, of the first of preferred_sizes() that fits, or else of the one
+       that leaves the pool most;
+    3. to the pool, up to half of its useful size: few answers get to full length, and a row that
+       finds no free kv_block waits;
+    4. to activations, of as many layers as fit;
+    5. if that is all layers, to the pool, up to its useful size.
 
-Of the sizes that fit, the best Option (below) is taken: one that leaves the pool at least a quarter
-of its useful size, if there is any, and of those the one at which a token costs least.
-
-Without --max-rows, 512 rows are decoded at a time if a full pool for 512 fits and costs the learner
-almost no speed (MORE_ROWS_MAY_COST), else 256.
+What remains is kept free, and listed with the activations. Without --max-rows, 512 rows are decoded
+at a time if all of this fits for 512, else 256.
 
 A run that cannot fit is refused at one of two places. check_size() estimates from config.json
 whether the model fits, before it is downloaded. Plan measures the rest, before the first step. Both
@@ -61,26 +59,10 @@ from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
 MAX_ROWS = 256, 512                                    # that are tried, if --max-rows is not given
-# Decoding 512 rows at a time instead of 256 saves more time than a 2 % slower update costs.
-MORE_ROWS_MAY_COST = 1.02
-MICRO_BATCH_TOKENS = 32768, 16384, 8192, 4096, 2048    # the sizes that are tried
-# Micro-batches beyond 8,192 tokens are tried up to this product of tokens and width: a narrow
-# model's kernels are so short that most time goes into launching them. Twice as many tokens are
-# used only if all layers keep their activations and the pool is full: both are worth more.
-WORTHWHILE = 2**25
-# A micro-batch takes as long as this many more tokens would: it expands W again, it is not quite
-# full, and small matmuls are slower. Both constants are fitted to updates of a 7B and a 1.5B on an
-# H200.
-OVERHEAD_TOKENS = 1200
-# It takes at least as long as this many tokens times the weights of a layer, because launching a
-# layer's kernels takes that long: 4,300 tokens of a 7B, 21,000 of a 1.5B.
-LAUNCH_BOUND = 1e12
 GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
 FRAGMENTS = 0.03                                       # of the limit; torch's segments can grow
-
-
 # Bits of a weight in each of nvfp4.FORMATS, scales included.
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bf16": 16}
 
@@ -93,32 +75,28 @@ class Limits(NamedTuple):
     max_rows: int | None = None                  # answers that are decoded at a time
 
 
-class Option(NamedTuple):
-    """One way to divide what is free.
-
-    The best has the least pool_lack, then the fewest forwards, then the largest micro-batches,
-    which are tried first.
-    """
-    pool_lack: float              # bytes missing for a quarter of the useful pool, 0 if it fits
-    forwards: float               # the learner's cost per token, in forwards through the model
-    max_rows: int
+class Division(NamedTuple):
+    """How what is free is divided, for one size of micro-batch."""
     micro_batch_tokens: int
-    micro_batch: float            # bytes
     pool: float                   # bytes
-    pool_is_whole: bool           # max_rows sequences of full length fit
     kept_layers: int              # how many layers keep their activations
 
 
-def learner_cost(tokens: int, kept: float, layer_weights: float) -> float:
-    """The learner's cost per token of a micro-batch, in forwards through the model.
-
-    tokens: of the micro-batch. kept: share of the layers that keep their activations.
-    layer_weights: how many weights a layer has.
+def preferred_sizes(width: int) -> list[tuple[int, float]]:
+    """Sizes of micro-batches in tokens, the best first, each with the share of the layers that must
+    be able to keep their activations: with fewer, the next size is faster. width: of the model.
     """
-    # Forward, backward, and a second forward of the layers that kept nothing. The backward costs as
-    # much as a forward: W is frozen, so only the gradient of x is computed.
-    forwards = 3 - kept
-    return forwards * max(tokens + OVERHEAD_TOKENS, LAUNCH_BOUND / layer_weights) / tokens
+    # A micro-batch must be so large that kernels take longer than their launches: about 4,096
+    # tokens in a wide model, 16,384 or more in a narrow one, whose kernels are shorter. Beyond
+    # that, kept activations save more time than larger micro-batches. tests/test_memory.py has
+    # the times of updates on an H200 that this follows.
+    if width <= 1024:                            # a 0.5B
+        best = [(32768, 0), (16384, 0)]
+    elif width <= 2048:                          # up to a 3B
+        best = [(32768, 1), (16384, 0)]
+    else:
+        best = [(16384, 1), (8192, 2 / 3), (4096, 2 / 3)]
+    return [*best, (8192, 0), (4096, 0), (2048, 0)]
 
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
@@ -201,30 +179,31 @@ class Plan:
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
         self.limit = free_memory(limits.memory_gib)
+        c = model.config
+        kv_token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
+        self.kv_row = self.row_tokens * kv_token
+        # The least that sampler.allocate_kv accepts: one sequence of full length.
+        self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         tried = [limits.max_rows] if limits.max_rows else MAX_ROWS
-        few, *more = sorted({min(most, answers) for most in tried})
-        best = self._best_option(few)
+        for rows in sorted({min(most, answers) for most in tried}, reverse=True):
+            best = self._divide(rows)
+            if best and best.pool >= rows * self.kv_row:
+                break                            # the pool is complete
+        fixed = self._fixed(rows)
         if best is None:
-            taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self._fixed(few).items())
+            taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fixed.items())
             raise UserError(f"rows of {self.row_tokens} tokens do not fit: of "
                             f"{self.limit / GIB:.1f} GiB {taken} leave too little for a forward "
                             "and backward and the KV cache: use a smaller --micro-batch-tokens, "
                             "--max-rows, --max-new-tokens or --lora-rank, a smaller model or a "
                             "larger card")
-        for rows in more:
-            option = self._best_option(rows)
-            if option and option.pool_is_whole \
-                    and option.forwards <= MORE_ROWS_MAY_COST * best.forwards:
-                best = option
-        self.max_rows = best.max_rows
-        self.micro_batch_tokens = best.micro_batch_tokens
-        self.pool = best.pool
-        self.kept_layers = best.kept_layers
-        fixed = self._fixed(best.max_rows)
+        self.max_rows = rows
+        self.micro_batch_tokens, self.pool, self.kept_layers = best
         self.free = self.limit - sum(fixed.values())                   # bytes that were divided
+        micro_batch = self.measured[self.micro_batch_tokens]
         table = fixed | {
-            "longest micro-batch": best.micro_batch, "KV pool": best.pool,
-            "activations": self.free - best.micro_batch - best.pool, "together": self.limit}
+            "longest micro-batch": micro_batch, "KV pool": self.pool,
+            "activations": self.free - micro_batch - self.pool, "together": self.limit}
         for name, size in table.items():
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
@@ -241,48 +220,35 @@ class Plan:
         return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
                 "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * self.limit}
 
-    def _best_option(self, max_rows: int) -> Option | None:
-        """Try the sizes of micro-batches and divide what each leaves, as the top of the file says.
-        None if no size leaves the pool one sequence of full length, or limits.kv_gib.
+    def _divide(self, max_rows: int) -> Division | None:
+        """Divide what is free as the top of the file says. None if no size of micro-batch leaves
+        the pool one sequence of full length, or limits.kv_gib.
         """
-        c, limits = self.model.config, self.limits
-        kv_token = 2 * c.layers * c.kv_heads * c.head_dim * self.model.dtype.itemsize
-        # The least that sampler.allocate_kv accepts: one sequence of full length.
-        least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
-        useful_pool = max_rows * self.row_tokens * kv_token
+        layers = self.model.config.layers
         free = self.limit - sum(self._fixed(max_rows).values())
-        layer_weights = sum(one.weight.N * one.weight.K for one in self.linears) / c.layers
-        worthwhile = max(8192, WORTHWHILE // c.width)
-        sizes = [tokens for tokens in MICRO_BATCH_TOKENS if tokens <= 2 * worthwhile]
-        if limits.micro_batch_tokens:
-            worthwhile = limits.micro_batch_tokens
-            sizes = [worthwhile]
-        options = []
-        for tokens in sizes:
+        least_pool, useful_pool = self.least_pool, max_rows * self.kv_row
+        if self.limits.kv_gib:
+            least_pool = useful_pool = self.limits.kv_gib * GIB
+        sizes = preferred_sizes(self.model.config.width)
+        if self.limits.micro_batch_tokens:
+            sizes = [(self.limits.micro_batch_tokens, 0)]
+        tried = []
+        for tokens, share in sizes:
             if tokens not in self.measured:
                 self.measured[tokens] = self.worst_case(tokens)
             left = free - self.measured[tokens]
-            if left < max(least_pool, (limits.kv_gib or 0) * GIB):
-                continue                         # a smaller micro-batch may leave enough
-            computed = max(tokens, self.row_tokens)      # a longer row is its own micro-batch
-            layer = self.layer_bytes_per_token * computed
-            # The pool gets what the activations of all layers leave, up to its useful size, and at
-            # least half of that, or one sequence of full length.
-            least = max(least_pool, useful_pool / 2)
-            pool = min(left, max(least, min(useful_pool, left - c.layers * layer)))
-            if limits.kv_gib:
-                pool = limits.kv_gib * GIB
-            kept_layers = int((left - pool) / layer + 1e-6)      # 2.9999999 is 3
-            kept_layers = min(c.layers, max(0, kept_layers))
-            if tokens > worthwhile and (kept_layers < c.layers or pool < useful_pool):
+            if left < least_pool:
                 continue
-            forwards = learner_cost(computed, kept_layers / c.layers, layer_weights)
-            options.append(Option(max(0, useful_pool / 4 - left), forwards, max_rows, tokens,
-                                  self.measured[tokens], pool, pool >= useful_pool,
-                                  kept_layers))
-            if kept_layers == c.layers:
-                break                            # a smaller size gains nothing
-        return min(options, key=lambda option: (option.pool_lack, option.forwards), default=None)
+            # A row that is longer is a micro-batch of its own.
+            layer = self.layer_bytes_per_token * max(tokens, self.row_tokens)
+            pool = min(left, max(least_pool, useful_pool / 2))
+            kept_layers = min(layers, int((left - pool) / layer))
+            if kept_layers == layers:
+                pool = max(pool, min(useful_pool, left - layers * layer))
+            tried.append(Division(tokens, pool, kept_layers))
+            if pool >= useful_pool / 4 and kept_layers >= share * layers:
+                return tried[-1]
+        return max(tried, key=lambda division: division.pool, default=None)
 
     def _largest_micro_batch(self, tokens: int, kept_layers: int) -> torch.Tensor:
         """Log-probs of rows of full length: prompts of one token, so that all others are scored."""
