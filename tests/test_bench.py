@@ -99,7 +99,7 @@ def test_step_accepts_a_fixed_length(measured):
     (["step", "--group-size", "1"], "--group-size"),
     (["rollout", "--new", "1"], "--new"), (["rollout", "--model", "8b"], "--model"), (["tail"], "tail")])
 def test_missing_gpu_or_bad_flag_is_named(flags, name, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
     with pytest.raises(SystemExit) as stop:
         bench.main()
