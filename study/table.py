@@ -52,6 +52,10 @@ COMPARISONS = (
     ("bf16, 2e-4 - 1e-4", "rate-bf16-2e-4", "rate-bf16-1e-4"),
     ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
+    ("200 steps, calibrated, 2e-4 - 1e-4", "default-2e-4-0.5b", "default-0.5b"),
+    ("200 steps, calibrated, 2e-4 - 1e-4, 1.5B", "default-2e-4-1.5b", "default-1.5b"),
+    ("200 steps, bf16 - calibrated, both at 2e-4", "default-bf16-2e-4-0.5b", "default-2e-4-0.5b"),
+    ("200 steps, bf16 - calibrated, both at 2e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-2e-4-1.5b"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
     ("sigma 5e-2, release's loss - none, seeds 7 to 12", "noise-uncorrected@7-12", "noise-none"),
     ("calibrated at 1e-4 - all bf16 at 2e-4, seeds 2 to 6", "rate-calibrated-1e-4@2-6", "rate-bf16-2e-4"),
@@ -262,6 +266,11 @@ def main() -> None:
         both = [compare(arms, f"{order}-{first}", f"{order}-{second}", "sampled") for order in ("o9", "o11")]
         middle, half = over_both(both)
         print(f"{what + ', both models':56} sampled  {middle:+.2f}, by inverse variance {half:.2f}")
+    for what, a, b in (("200 steps, calibrated, 2e-4 - 1e-4", "default-2e-4", "default"),
+                       ("200 steps, bf16 - calibrated, both at 2e-4", "default-bf16-2e-4", "default-2e-4")):
+        both = [compare(arms, f"{a}-{size}", f"{b}-{size}", "sampled") for size in ("0.5b", "1.5b")]
+        half = sum(one["pooled"]**2 for one in both)**0.5 / 2
+        print(f"{what + ', mean of both models':56} sampled  {mean(one['mean'] for one in both):+.2f}, pooled {half:.2f}")
 
 
 if __name__ == "__main__":
