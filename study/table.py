@@ -51,6 +51,7 @@ COMPARISONS = (
     ("MATH, 1.5B: bf16, 2e-4 - 1e-4", "math-bf16-2e-4", "math-bf16-1e-4"),
     ("bf16, 2e-4 - 1e-4", "rate-bf16-2e-4", "rate-bf16-1e-4"),
     ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
+    ("calibrated - bf16, both at 1e-4", "rate-calibrated-1e-4", "rate-bf16-1e-4"),
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
     ("200 steps, calibrated, 2e-4 - 1e-4", "default-2e-4-0.5b", "default-0.5b"),
     ("200 steps, calibrated, 2e-4 - 1e-4, 1.5B", "default-2e-4-1.5b", "default-1.5b"),
@@ -71,6 +72,13 @@ COMPARISONS = (
     ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
     ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
 )
+# Comparisons of the 0.5B on GSM8K and of the 1.5B on MATH that are averaged.
+BOTH_MODELS = {
+    "calibrated - bf16, both at 2e-4": (("o9-cal", "o9-bf16"), ("o11-cal", "o11-bf16")),
+    "the same with the seeds before": (("o9-cal+rate-calibrated-2e-4", "o9-bf16+rate-bf16-2e-4"),
+                                       ("math-calibrated-2e-4+o11-cal", "math-bf16-2e-4+o11-bf16")),
+    "repaired - calibrated": (("o9-rep", "o9-cal"), ("o11-rep", "o11-cal")),
+}
 # The picture's rows by heading: label, arm A, arm B, which interval.
 ROWS = {
     "NVFP4 minus bf16": (
@@ -261,16 +269,9 @@ def main() -> None:
             if found:
                 print(f"{what:56} {kind:8} {line_of(found)}")
     print()
-    for what, first, second in (("calibrated - bf16, both at 2e-4", "cal", "bf16"),
-                                ("repaired - calibrated", "rep", "cal")):
-        both = [compare(arms, f"{order}-{first}", f"{order}-{second}", "sampled") for order in ("o9", "o11")]
-        middle, half = over_both(both)
+    for what, pairs in BOTH_MODELS.items():
+        middle, half = over_both([compare(arms, a, b, "sampled") for a, b in pairs])
         print(f"{what + ', both models':56} sampled  {middle:+.2f}, by inverse variance {half:.2f}")
-    for what, a, b in (("200 steps, calibrated, 2e-4 - 1e-4", "default-2e-4", "default"),
-                       ("200 steps, bf16 - calibrated, both at 2e-4", "default-bf16-2e-4", "default-2e-4")):
-        both = [compare(arms, f"{a}-{size}", f"{b}-{size}", "sampled") for size in ("0.5b", "1.5b")]
-        half = sum(one["pooled"]**2 for one in both)**0.5 / 2
-        print(f"{what + ', mean of both models':56} sampled  {mean(one['mean'] for one in both):+.2f}, pooled {half:.2f}")
 
 
 if __name__ == "__main__":
