@@ -69,8 +69,8 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
 
     starts[i]: where the completion of row i begins, at least 1. Adjacent rows with equal prompts
     become a prefix with suffixes; equal prompts that are not adjacent are computed twice. A row
-    whose prompt no neighbour shares is a prefix from end to end, with one empty suffix. The last
-    token of a row predicts nothing and is left out.
+    that shares its prompt with no neighbour is all prefix, with one empty suffix. The last token of
+    a row predicts nothing and is left out.
 
         rows             1 2 | 7 8     a prompt of two tokens, completions of two and of one:
                          1 2 | 5       starts == [2, 2]

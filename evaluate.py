@@ -9,8 +9,9 @@ Answers are greedy by default; --samples N draws N per problem, for pass@k.
 docs/metrics.md defines the figures. If stdout is a file or a pipe, the last
 line has all of them as a JSON object.
 
---out gets each problem as it finishes. After Ctrl-C its accuracy is too high:
-short answers finish first and are right more often.
+--out receives each problem as it finishes. If you interrupt it, the accuracy in
+that file is too high, because short answers finish first and are right more
+often.
 """
 import argparse
 import dataclasses

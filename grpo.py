@@ -14,7 +14,7 @@ and rows [p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of al
     row_of_token       0 0   1 1 1  2     3 3  (T,), so that advantages[row_of_token] is (T,)
 
 Before the tokens are laid out, masks and weights are (B, L), where L is the longest row's length.
-Padding, a tool's tokens in the middle of an answer, cut and unscorable rows are all 0 in the mask.
+The mask is 0 on padding, a tool's tokens, unscorable rows and, with --overlong mask, cut-off rows.
 
 Three policies give each token a probability:
 

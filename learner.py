@@ -208,8 +208,8 @@ class Learner:
 
     def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
         """The numbers of the rows that an update trains on."""
-        # A row with advantage 0 has only the gradient of a KL term, and is skipped without one. It
-        # still counts in the divisor, which is already in the weights.
+        # At advantage 0 only a KL term has a gradient; without one the row is skipped. It still
+        # counts in the divisor, which is already in the weights.
         teaches = (batch.advantages != 0) | self.loss.needs_reference
         return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
 

@@ -3,7 +3,7 @@ QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, 
 
     python train.py                            a tiny model that ships here: CPU, offline, 2 minutes
     python train.py --model qwen2.5-7b         a real model on GSM8K, one GPU
-    python train.py --model X --config recipes/paper.json    most settings of the paper's Table 4
+    python train.py --config recipes/paper.json              most settings of the paper's Table 4
     python train.py --resume --out runs/x      continue the run in runs/x, with its settings
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 

@@ -36,7 +36,7 @@ What is free is assigned in this order:
     4. to activations, of as many layers as fit;
     5. if that is all layers, to the pool, up to its useful size.
 
-What remains is kept free, and listed with the activations. Without --max-rows, 512 rows are decoded
+What remains stays free; the table counts it under activations. Without --max-rows, 512 rows are decoded
 at a time if all of this fits for 512, else 256.
 
 A run that cannot fit is refused at one of two places. check_size() estimates from config.json
@@ -83,8 +83,8 @@ class Division(NamedTuple):
 
 
 def preferred_sizes(width: int) -> list[tuple[int, float]]:
-    """Sizes of micro-batches in tokens, the best first, each with the share of the layers that must
-    be able to keep their activations: with fewer, the next size is faster. width: of the model.
+    """Sizes of micro-batches in tokens, the best first, each with the share of layers that must keep
+    their activations: if fewer can, the next size is faster. width: of the model.
     """
     # A micro-batch must be so large that kernels take longer than their launches: about 4,096
     # tokens in a wide model, 16,384 or more in a narrow one, whose kernels are shorter. Beyond
