@@ -39,9 +39,8 @@ def module(name):
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-# tiny/make.py, which made the bundled model, is a standalone script.
 SOURCES = {module(name): (ROOT / name).read_text(encoding="utf-8") for name in tracked()
-           if name.endswith(".py") and not name.startswith(("tests/", "examples/", "tiny/make"))}
+           if name.endswith(".py") and not name.startswith(("tests/", "examples/"))}
 MODULES = set(SOURCES)
 PROGRAMS = [name for name, text in SOURCES.items() if 'if __name__ == "__main__"' in text]
 

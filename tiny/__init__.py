@@ -1,1 +1,0 @@
-"""A package, so that no other one called tiny comes before it."""
