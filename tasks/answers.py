@@ -356,6 +356,7 @@ FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
 # What can start an operand, and what ends an argument without brackets: \sin 2x \cos y.
 STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
 BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
+WORD = re.compile("«[A-Za-z]{4}")
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
 DIGITS = tuple("0123456789.")  # what a number begins with
 
@@ -475,6 +476,8 @@ class Reader:
             return "mixed"
         if token[0] in DIGITS and before[0] in ("«", *DIGITS):
             return ""  # neither "5 6" nor "x2" is a product
+        if WORD.match(token) or WORD.match(before):
+            return ""  # nor is prose: it would be 0 with a (0) in it
         return "beside" if token in STARTS or token[0] in ("«", *DIGITS) else ""
 
     def infix(self, left: Reading, op: str, start: int) -> Reading:
