@@ -12,8 +12,8 @@ The first of these rules that applies gives the answer:
     tag          the last <answer>...</answer>
     marker       what follows the last "answer is", "answer:" or "####" in its sentence
 
-Only the first turn counts, after its last </think>. A hedged number is not an answer: "5 or 6",
-"not 5", "more than 5", "between 5 and 6" and "5 million" are not 5.
+Only the first turn counts, after its last </think>. All of a box, a tag or a sentence is the answer:
+"5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" are not.
 
 Time is linear in the length of the text, so there is no time limit.
 """
@@ -21,7 +21,7 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from tasks.answers import FUNCTIONS, MULTIPLES, clean, is_equal
+from tasks.answers import FUNCTIONS, clean, is_equal
 from tasks.boxes import last_box
 
 MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes do anywhere
@@ -188,126 +188,24 @@ TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # "answer is", "Answer:" or "**Answer**:", but not "answer isn't" or "answers".
 MARKER = re.compile(
     r"answer\s*(?:(?:\*\*|__)\s*)?(?:is(?![a-z'’])\s*:?|:|=)|####", re.IGNORECASE)
-# In "The answer is 3.5. I hope it is correct." the sentence ends after the 5.
-SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)|I hope it is")
-# Begins and ends with a digit; may have a sign (not a hyphen), a dollar, a denominator or a percent
-# sign. The 2 in x_2, x^2 or B2 is not a number.
-NUMBER = re.compile(r"""(?<![A-Za-z0-9.^])(?<![A-Za-z0-9)}]_) ( (?:(?<![\w)])-)? (?:\\?\$)?
-    (?: [0-9](?:[0-9,]*[0-9])?(?:\.[0-9]+)? | \.[0-9]+ )
-    (?:/[0-9]+(?![\w/]))? (?:\s?\\?%)? )""", re.VERBOSE)
-# $$...$$, $...$, \(...\) or \[...\]. The limit prevents quadratic time if thousands never close.
-MATH_SPAN = re.compile(r"""
-      \$\$([^$]{1,2000})\$\$
-    | (?<!\\)\$((?:\\.|[^$\\\n]){1,2000})\$
-    | \\\(((?:(?!\\[()]).){1,2000})\\\)
-    | \\\[((?:(?!\\[\[\]]).){1,2000})\\\]""", re.DOTALL | re.VERBOSE)
-LATEX = re.compile(r"\\[A-Za-z]+\s*(?:\{[^{}]*\})?")
-# A word of three letters or more, except "and" and functions; or so, is, it, we, to, of; or two
-# letters of another script. Greek and 𝑥 are formulas.
-PROSE = re.compile(r"""
-    (?<![\\A-Za-z]) (?: (?!(?:and|sqrt|sin|cos|tan|log|exp|inf)\b)[A-Za-z]{3,}
-                      | (?:so|is|it|we|to|of)\b )
-    | [^\W\d_A-Za-zª-ϿⅠ-ↈ𝐀-𝟿]{2}""", re.VERBOSE)
-CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])(?=[.:,;)]|\s*$)|([B-H])(?=\s+[a-z]{2})")
-BARE_NAME = re.compile(r"\\?[A-Za-z]+(_\w+|\([a-z]\))?")
-# A value right after one of these is not the answer.
-BEFORE = re.compile(r"""(?:
-    (?: \b(?:not|never|cannot|neither|nor|than|without|except|exceeds?|unlike|under|over|below|above
-          |almost|nearly|at\ least|at\ most|up\ to|no\ longer|might|maybe|perhaps|possibly
-          |could(?=\ be|\ also)) | n['’]t )
-      (?: \s+ (?!but\b|is\b|are\b|was\b) [a-z]+ ){0,2} \s+ (?:equal\ to\ )?  # "is not 5", "than 5"
-    | \b(?:between|either)                                                # "between 5 and 6"
-      (?: \s+ (?!is\b|are\b|was\b|were\b|equals?\b) [^\s.:;=]+ ){0,5} \s+
-    | \b(?:negative|plus|minus|times|twice|double|triple|half|square|cube|root|multiple|factor
-         |divisor|power|multiplied\ by|divided\ by|divisible\ by) \s+ (?:of\s+)?  # "minus 5"
-    | [0-9%$)] \s* (?: \b(?:or|and|to|through)\b | [,;&] ) \s*            # "5 to 6", "5, 6"
-    | [0-9] \s+ | [0-9)] \s* [x*] \s*                                     # "5 1/2", "3 * 5"
-    | [0-9A-Za-z)}$] \s* (?: [+/^×÷<≤≥≠] | (?<![-=])> | [<>!]= ) \s*      # "3 + 5", "x > 5"
-    | (?: [0-9)}$] | \b[a-z] ) \s* [-−] \s+                               # "8 - 5"
-    | [±√] \s* | \\(?:neq?|leq?|geq?|lt|gt|times|cdot|pm|sqrt) \s*
-    ) [$(]* $""", re.VERBOSE | re.IGNORECASE)
-# Nor is a value right before one of these. A $ or ) may end its formula first.
-AFTER = re.compile(rf"""[$)]* (?:
-    \s* (?: or\b | unless\b | (?:and|to|through|but|although|though) \s+          # "5 and a half"
-        (?:an?\b|one\b|half\b|[$(]*[0-9])
-      | [,;]\s* (?:(?:and|or|but|although|though)\s+)? [$(]*[0-9]               # "5, 6"
-      | [+/^<>≤≥≠×÷±√π] | \*\s*[0-9] | -\s*[0-9] | :[0-9] | [0-9]               # "5 + 6 = 11"
-      | \\(?:sqrt|pi|frac|cdot|times|pm|leq?|geq?|lt|gt|neq?)
-      | -? (?:{MULTIPLES}|squared|cubed|times) \b                                # "5 million"
-      | ,?\s* \(? (?:(?:but|although|though|and|or)\s+)? (?:it\s+)?            # "5 but could be 6"
-        (?:could|might|may(?:\s+also)?\s+be|perhaps|maybe|possibly|alternatively)\b
-      | ,?\s* (?:which\s+|that\s+)? (?:is|are|was|were|seems|can)               # "5 is wrong"
-        (?: n['’]t | not | \s+ (?:not|wrong|incorrect|impossible|too) ) \b )
-    | (?: st | nd | rd | th | [a-z] | e[0-9]+ | sqrt | pi ) (?![a-z]) )         # "5th", "5x"
-    """, re.VERBOSE | re.IGNORECASE)
+# In "The answer is 3.5. It is correct." the sentence ends after the 5.
+SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)")
 # 1,234.5 is one symbol, \frac12 is three.
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<=\\frac|binom)\s*[0-9]"
                     r"|[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+|[^\s(){}+*,]")
 # Makes a formula out of values; -5 and 2\pi have none. 60 decimals come from \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
                       rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
-# "5 apples and 6 pears", but not "18 eggs because 9 and 9 is 18".
-MORE = re.compile(r"(?:(?!\b(?:because|since|as)\b)[^,;.=])*\b(?:and|or)\s+[$(]*[0-9]")
 
 
 # -----------------------------------------------------------------------------
-# Answers without a box: markers and values
+# Answers without a box
 
-def last_marker(text: str) -> str | None:
-    """The value after the last "answer is", "answer:" or "####", up to the end of the sentence."""
+def last_marker(text: str) -> str:
+    """What follows the last "answer is", "answer:" or "####" in its sentence, or ""."""
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
-        display = MATH_SPAN.match(rest)
-        if display and rest.startswith(("$$", "\\[")):  # it may have several lines
-            return inside(display)
-        line = SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`")
-        if line:
-            return value_in(line)
-    return None
-
-
-def has_prose(text: str) -> bool:
-    """Does a text contain words besides formulas?"""
-    return PROSE.search(LATEX.sub("", text)) is not None
-
-
-def inside(match: re.Match) -> str:
-    """The group that matched."""
-    return next(filter(None, match.groups())).strip()
-
-
-def stands_alone(found: re.Match) -> bool:
-    """Does a value in a text stand for itself, not changed by the words around it?"""
-    before = found.string[max(0, found.start() - 60):found.start()]
-    after = found.string[found.end():found.end() + 60]
-    return not BEFORE.search(before) and not AFTER.match(after)
-
-
-def value_in(text: str) -> str:
-    """The value in a text that follows "answer is": all of it if it has no prose, else a number or
-    choice letter at its beginning, else its last formula or number. A value that the words around
-    it change is returned with them: "not 5" equals no gold answer.
-    """
-    whole = MATH_SPAN.fullmatch(text)
-    if whole:
-        return inside(whole)
-    if re.search(r"\w", text) and not has_prose(text):
-        return text
-    choice = CHOICE.match(text)
-    if choice:
-        is_one = not re.match(r"\)?,?\s*(?:or\b|and\b|\(?[A-H]\b)", text[choice.end():])
-        return inside(choice) if is_one and stands_alone(choice) else text
-    # "$5 and $10" is money: the text between the dollar signs is prose.
-    spans = [span for span in MATH_SPAN.finditer(text) if not has_prose(span.group())]
-    numbers = list(NUMBER.finditer(text, spans[-1].end() if spans else 0))
-    found = [None, *spans, *numbers][-1]
-    if spans and not BARE_NAME.fullmatch(inside(spans[-1])):
-        # "$5$, not $6$". In "the largest $n$ is 34" the answer is the number.
-        found = next(filter(stands_alone, spans[:-10:-1]), spans[-1])
-    elif numbers and numbers[0].start() == 0:
-        found = numbers[0]  # "18 eggs because 16 + 2 = 18"
-        if MORE.match(text, found.end()):
-            return text
-    if found is None or not stands_alone(found) or not spans and "\\" in text:
-        return text  # also "\frac{1}{2} dollars"
-    return inside(found)
+        sentence = SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`")
+        if sentence:
+            return sentence
+    return ""

@@ -194,14 +194,14 @@ for names in """mm=millimeter=millimetre cm=centimeter=centimetre m=meter=metre
         2=square=sq=squared 3=cubic=cu=cubed""".split():
     for word in names.split("="):
         UNIT[word] = UNIT[word + "s" * (len(word) > 1)] = names.split("=")[0]
-# Words that change the value before them: "5 hundredths" is not 5. rewards.py uses them too.
-MULTIPLES = r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|lakh|crore|googol|ten|hal[fv]e?
-    |third|over|plus|minus|mod|modulo|pi|factorial|sqrt|(?:[a-z]*(?:teen|tie|illion)|four|fif|six
-    |seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th)s?"""
-# Words showing that this is not a plain value plus unit: "5 or less", "5 miles east".
-NOT_UNITS = re.compile(MULTIPLES + r"""|and|or|to|than|more|less|fewer|most|least|none|either|where
-    |for|with|negative|sin|cos|tan|log|ln|exp|below|above|under|before|after|ago|short|as|east|west
-    |north|south|st|nd|rd|th|doubled|tripled""", re.VERBOSE)
+# Words that change the value before them ("5 hundredths") or show that more than a unit follows
+# ("5 or less", "5 miles east").
+NOT_UNITS = re.compile(r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|lakh|crore|googol|ten
+    |hal[fv]e?|third|over|plus|minus|mod|modulo|pi|factorial|sqrt|(?:[a-z]*(?:teen|tie|illion)|four
+    |fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th)s?
+    |and|or|to|than|more|less|fewer|most|least|none|either|where|for|with|negative|sin|cos|tan|log
+    |ln|exp|below|above|under|before|after|ago|short|as|east|west|north|south|st|nd|rd|th|doubled
+    |tripled""", re.VERBOSE)
 # Words that negate, hedge or alter an answer: "5 is wrong", "not x = 5", "twice x = 10".
 DOUBT = re.compile(r"""(?i)(?<![a-z\\])(?:not|no(?:\ longer|(?=\ [a-z]\ *=))|never|cannot|neither
     |nor|but|if|except|unless|wrong|false|incorrect|untrue|invalid|impossible|mistaken|rejected
@@ -356,6 +356,7 @@ FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
 # What can start an operand, and what ends an argument without brackets: \sin 2x \cos y.
 STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
 BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
+WORD = re.compile("«[A-Za-z]{4}")
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
 DIGITS = tuple("0123456789.")  # what a number begins with
 
@@ -475,6 +476,8 @@ class Reader:
             return "mixed"
         if token[0] in DIGITS and before[0] in ("«", *DIGITS):
             return ""  # neither "5 6" nor "x2" is a product
+        if WORD.match(token) or WORD.match(before):
+            return ""  # nor is prose: it would be 0 with a (0) in it
         return "beside" if token in STARTS or token[0] in ("«", *DIGITS) else ""
 
     def infix(self, left: Reading, op: str, start: int) -> Reading:
