@@ -5,7 +5,7 @@ Used where whole sequences are computed: by the learner, the sampler's prefill a
 sampler's decode steps, one new token per row, have their own (sampler.attention_to_cache).
 
 Tokens are (T,), several sequences laid end to end without padding. The G answers to a problem share
-their prompt, so the prompt is computed once, as a shared prefix, and each answer is a suffix of it
+their prompt, so the prompt is computed once, as a shared prefix, and each answer is a suffix to it
 (FlashInfer's cascade attention; Hydragen, 2402.05099):
 
     two rows                      p1 p2 a1 a2 a3      p1 p2 b1 b2
@@ -69,7 +69,7 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
 
     starts[i]: where the completion of row i begins, at least 1. Adjacent rows with equal prompts
     become a prefix with suffixes; equal prompts that are not adjacent are computed twice. A row
-    that shares its prompt with no neighbour is all prefix, with one empty suffix. The last token of
+    that shares its prompt with no neighbor is all prefix, with one empty suffix. The last token of
     a row predicts nothing and is left out.
 
         rows             1 2 | 7 8     a prompt of two tokens, completions of two and of one:

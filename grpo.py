@@ -76,8 +76,8 @@ CORRECTIONS = {
     # 3), for quantized rollouts too.
     "truncate": Correction("old", 2.0),
     # PPO's one ratio (1707.06347; QeRL, Eq. 3). Its clip acts on noise and rounding too. A token
-    # boosted by noise has a ratio below 1 - clip_low: with a negative advantage it loses its
-    # gradient, with a positive one it keeps it. So the learner learns to imitate the noise.
+    # boosted by noise can have a ratio below 1 - clip_low: with a negative advantage it loses its
+    # gradient, with a positive one it keeps it. So the learner may imitate the noise.
     "ppo": Correction("rollout", None),
     # No correction, as in the authors' code, so the gradient is biased.
     "off": Correction("old", None),
@@ -165,22 +165,22 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str,
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
     scorable = ~grouped.isnan()
     mean = grouped.nanmean(dim=1, keepdim=True)
-    centred = torch.where(scorable, grouped - mean, 0.0)
+    centered = torch.where(scorable, grouped - mean, 0.0)
     if scale == "group":
         # The squares are divided by n - 1 and 1e-4 is added to the root, both as in the authors'
         # code. n counts the scorable answers, so it can be below G.
         n = scorable.sum(dim=1, keepdim=True)
-        variance = centred.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + 1e-4)
+        variance = centered.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
+        centered = centered / (variance.sqrt() + 1e-4)
     if shaping is not None:
         # As part of the reward it would be divided too: among eight wrong answers, one that gets
         # -0.05 for its length would have an advantage of -2.5.
         shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
-        centred = centred + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
+        centered = centered + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
     # Exactly 0 lets the learner skip these rows. The formula alone is not exact: the mean of eight
     # equal numbers need not be that number, and the rounding error would be divided by 0 + 1e-4.
     informative = informative_groups(rewards, group_size)
-    return torch.where(informative[:, None], centred, 0.0).view(-1).float()
+    return torch.where(informative[:, None], centered, 0.0).view(-1).float()
 
 
 # -----------------------------------------------------------------------------

@@ -235,8 +235,8 @@ class Learner:
         # Without compute_old_logprobs(), a row's first pass keeps its log-probs for later ones.
         for b, logprobs in zip(numbers, policy.detach().split(lengths)):
             if b not in batch.old:
-                # A rank keeps them only for its own rows. Each epoch deals the same rows to the same
-                # ranks, so they are always there.
+                # A rank keeps only those of its own rows. They are always there, because each epoch
+                # deals the same rows to the same ranks.
                 assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
                 batch.old[b] = logprobs
         old = torch.cat([batch.old[b] for b in numbers])
@@ -273,7 +273,7 @@ class MicroBatch(NamedTuple):
 def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -> list[MicroBatch]:
     """Packs the rows of a batch into micro-batches of at most token_budget tokens, largest first.
 
-    prompts and completions are B lists of token ids each. The rows of a group are neighbours, and
+    prompts and completions are B lists of token ids each. The rows of a group are neighbors, and
     the learner computes their prompt once, so it counts once. A row longer than the budget gets a
     micro-batch of its own.
 

@@ -334,7 +334,7 @@ class Scratch:
         self.flat = None
 
     def view(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(rows, columns), uninitialised; valid until the next linear asks for one."""
+        """(rows, columns), uninitialized; valid until the next linear asks for one."""
         size = rows * columns
         if self.flat is None or len(self.flat) < size or self.flat.dtype != dtype:
             self.flat = None                                     # free the smaller one first

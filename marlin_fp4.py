@@ -96,7 +96,7 @@ MAX_DECODE_ROWS = 256
 #         +-----------+-----------+-----------+-----------+
 #            k = c      k = 32+c    k = 64+c    k = 96+c        -> codes[..., n, c], 16 bits
 #
-# So plane p of a row's 32 words is W at 32 neighbouring k and multiplies 32 neighbouring columns of
+# So plane p of a row's 32 words is W at 32 neighboring k and multiplies 32 neighboring columns of
 # x, without interleaving.
 #
 # The bits of a code word. The digit after s, e and m is the plane; of a plane's two e, the left one
@@ -127,7 +127,7 @@ MAX_DECODE_ROWS = 256
 #
 # The copies share no bit, so the sum has no carries.
 #
-# Two words at once. A register has 32 bits, and one instruction decodes two neighbouring words:
+# Two words at once. A register has 32 bits, and one instruction decodes two neighboring words:
 #
 #     bit        31         16 15          0
 #               |  word c + 1 |   word c    |     c even
@@ -364,7 +364,7 @@ def _decode_scales_asm():
 
 # In the strings below "r" is a 32-bit register, "h" a 16-bit one, and "=" marks a result. "=&r" is
 # written while the argument is still needed, so it gets its own register. pack=2 puts two
-# neighbouring words into one register.
+# neighboring words into one register.
 
 @triton.jit
 def decode_planes(words, first_plane: tl.constexpr, dtype: tl.constexpr):

@@ -84,7 +84,7 @@ class ModelConfig:
 # The elementwise work between matmuls, as plain functions (see ops.elementwise)
 
 def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The two factors of a normalised x (T, D) fp32: x * weight (T, D) in dtype, and 1/rms (T, 1)
+    """The two factors of a normalized x (T, D) fp32: x * weight (T, D) in dtype, and 1/rms (T, 1)
     in fp32. weight (D,) fp32.
     """
     return (x * weight).to(dtype), torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -122,7 +122,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: rotate each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
 
     cos and sin (T, 1, d/2): of each token's d/2 angles, the same for all heads. Qwen pairs i with
-    i + d/2; other implementations pair neighbours.
+    i + d/2; other implementations pair neighbors.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -291,7 +291,7 @@ class Qwen(torch.nn.Module):
         not differentiable, in nats.
 
         rows: lists of ids, each a prompt and its completion; starts[i]: where the completion of row
-        i begins. -> (C,) fp32 each, for the C completion tokens of all rows in order. Neighbours
+        i begins. -> (C,) fp32 each, for the C completion tokens of all rows in order. Neighbors
         with the same prompt share its computation.
         temperature > 0 divides the logits (for the sampler 0 is greedy, with log-probs at
         temperature 1). kept_layers: see hidden().

@@ -8,7 +8,7 @@ time it mostly reads weights. The rounding error is the "quantization noise" tha
 A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
 
     packed        uint8  (N, K // 2)     two E2M1 codes per byte along K: even k in the LOW nibble
-    block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 neighbouring weights of a row
+    block_scale   e4m3   (N, K // 16)    one for each scale_block, 16 neighboring weights of a row
     global_scale  fp32   () or (N,)      one for the matrix; (N,) if matrices were fused along N
 
     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale

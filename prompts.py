@@ -212,7 +212,7 @@ class Tokenizer:
 
 # --prompt-style -> the text after the question, and the system message (None: the model's own).
 STYLES = {
-    # Qwen2.5's own request for maths (model cards of Qwen2.5-Math)
+    # Qwen2.5's own request for math (model cards of Qwen2.5-Math)
     "boxed": ("\nPlease reason step by step, and put your final answer within \\boxed{}.", None),
     # the paper's format, in our words
     "tags": ("", "Think the problem through before you answer. Write your reasoning between "

@@ -12,8 +12,8 @@ The first of these rules that applies gives the answer:
     tag          the last <answer>...</answer>
     marker       what follows the last "answer is", "answer:" or "####" in its sentence
 
-Only the first turn counts, after its last </think>. All of a box, a tag or a sentence is the answer:
-"5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" are not.
+Only the first turn counts, after its last </think>. All of a box, a tag or a sentence is the
+answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" are not.
 
 Time is linear in the length of the text, so there is no time limit.
 """

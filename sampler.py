@@ -479,7 +479,7 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
 class DecodeBatch(NamedTuple):
     """The running rows, as input of a window of decode steps: tensors on the device, (n,) int64.
 
-    siblings: rows that share a prefix are neighbours, and a kernel may read the prefix once for up
+    siblings: rows that share a prefix are neighbors, and a kernel may read the prefix once for up
     to engine.most_siblings(n) of them. The first of these rows has their number, the others 0.
     Three rows that share a prefix, then one with another, are 3 0 0 1.
     """

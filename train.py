@@ -124,7 +124,7 @@ def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Ten
     """The step's metrics; docs/metrics.md defines each.
 
     Most are means over all B rows of all ranks; those that compare log-probabilities are means over
-    the tokens that were trained on. The loss is not among them: advantages are centred, so its
+    the tokens that were trained on. The loss is not among them: advantages are centered, so its
     value shows no progress.
     """
     rows = rollouts.rows

@@ -280,7 +280,7 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
 def hopper_kernel(
     x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # TensorMaps; a_desc None: no adapter
     slabs_ptr,         # fp32 (S, M, width)    columns N .. N + R are x @ A.T
-    N,                 # specialized: if 16 divides it, neighbouring rows of W share a mask
+    N,                 # specialized: if 16 divides it, neighboring rows of W share a mask
     k_tiles, stripe_length, a_stripe, a_programs,  # of the StripePlan
     config: gl.constexpr,  # HopperConfig
     PDL: gl.constexpr,

@@ -105,7 +105,7 @@ class RowState(NamedTuple):
     token: tl.tensor        # the next input
     pos: tl.tensor          # its position
     prefix: tl.tensor       # tokens of the row's prefix
-    siblings: tl.tensor     # of neighbours that share a prefix (at most the plan's SIBLINGS) the
+    siblings: tl.tensor     # of neighbors that share a prefix (at most the plan's SIBLINGS) the
                             # first has their number, the others 0: 8 rows cut by 3 are
                             # 3 0 0 3 0 0 2 0
     limit: tl.tensor        # the last position
@@ -406,7 +406,7 @@ def heads_kernel(
 # counts itself, and the one that finds all others done joins them in order (join_splits). The
 # result does not depend on which one that is.
 #
-# Siblings (FlashInfer's cascade). The rows of a group are neighbours and share a prefix. With
+# Siblings (FlashInfer's cascade). The rows of a group are neighbors and share a prefix. With
 # SIBLINGS > 1 the program of the first of them does up to SIBLINGS rows and reads their prefix
 # once; the programs of the others end at once. The steps are those of the prefix, then those of
 # each sibling's own tokens, which the other siblings' queries do not see. With 3 siblings:

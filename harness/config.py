@@ -96,7 +96,8 @@ class Data:
                         "or .parquet file")
     eval_data: str | None = setting(None, "held-out problems (default: the test split of --data, "
                                     "or the end of a file)")
-    eval_problems: int = setting(256, "number of held-out problems; 0: all", "[0, 2e9]")
+    eval_problems: int = setting(256, "number of held-out problems; 0: all of a test split",
+                                 "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
                                 "boxed is Qwen's prompt for math, tags the paper's")
     thinking: str = setting("off", "let a model such as Qwen3 think first; needs a larger "
@@ -162,7 +163,7 @@ class Objective:
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); 2e-4 at most in short runs",
+    lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); 2e-4 only in short runs",
                         "(0, 10]")
     lr_schedule: str = setting(
         "wsd", "course of the rate after warm-up; wsd: level (stable), then linear to 0 over the "
@@ -185,8 +186,8 @@ class Memory:
     memory_gib: float | None = setting(None, "GPU memory for this process, in GiB (default: all "
                                        "that is free)", "(0, 1e9]", place=True)
     kernels: str | None = setting(
-        None, "a GPU's decode kernels; torch: no kernels, but the plain code that a CPU runs, far "
-        "slower, for a model or a card that they do not support (default: the fastest)",
+        None, "decode kernels of a GPU; torch: plain PyTorch, far slower, for a model or a card "
+        "that the kernels do not support (default: the fastest)",
         choices=("hopper", "portable", "torch"))
     micro_batch_tokens: int | None = setting(None, "tokens per forward and backward pass (default: "
                                              "as memory allows)", AT_LEAST_1)
@@ -295,7 +296,8 @@ def new_parser() -> argparse.ArgumentParser:
     """The parser of train.py: --config, --resume and a flag for every setting."""
     tiny = ", ".join(f"{option(name)} {value}" for name, value in TINY_DEFAULTS.items())
     parser = argparse.ArgumentParser(
-        description="GRPO/DAPO of a Qwen2.5 or Qwen3 model: frozen 4-bit weights, LoRA, AQN.",
+        description="Train a Qwen2.5 or Qwen3 model with GRPO/DAPO: frozen 4-bit weights, LoRA, AQN. "
+        "In the defaults, paper is arXiv 2510.11696 and release its authors' code.",
         usage="train.py [flags], --help lists them", allow_abbrev=False,
         epilog=f"Other defaults of the bundled model: {tiny}.")
     parser.add_argument("--config", metavar="FILE", help=".json file whose settings become the "

@@ -29,15 +29,15 @@ does not fail at step 300, on the first batch of long answers.
 What is free is assigned in this order:
 
     1. to the KV pool, up to a quarter of its useful size;
-    2. to the longest micro-batch, of the first of preferred_sizes() that fits, or else of the one
-       that leaves the pool most;
+    2. to the longest micro-batch: of the first of preferred_sizes() that fits, else of the size
+       that leaves the largest pool;
     3. to the pool, up to half of its useful size: few answers get to full length, and a row that
        finds no free kv_block waits;
     4. to activations, of as many layers as fit;
     5. if that is all layers, to the pool, up to its useful size.
 
-What remains stays free; the table counts it under activations. Without --max-rows, 512 rows are decoded
-at a time if all of this fits for 512, else 256.
+What remains stays free; the table counts it under activations. Without --max-rows, 512 rows are
+decoded at a time if all of this fits for 512, else 256.
 
 A run that cannot fit is refused at one of two places. check_size() estimates from config.json
 whether the model fits, before it is downloaded. Plan measures the rest, before the first step. Both
@@ -83,8 +83,8 @@ class Division(NamedTuple):
 
 
 def preferred_sizes(width: int) -> list[tuple[int, float]]:
-    """Sizes of micro-batches in tokens, the best first, each with the share of layers that must keep
-    their activations: if fewer can, the next size is faster. width: of the model.
+    """Sizes of micro-batches in tokens, the best first, each with the share of layers that must
+    keep their activations: if fewer can, the next size is faster. width: of the model.
     """
     # A micro-batch must be so large that kernels take longer than their launches: about 4,096
     # tokens in a wide model, 16,384 or more in a narrow one, whose kernels are shorter. Beyond

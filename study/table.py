@@ -10,7 +10,7 @@ steps, number of test problems, and the right answers in percent before and
 after training: greedy, and sampled (8 per problem at temperature 1).
 
 A difference is arm A minus arm B in points after training, with the half width
-of its 95 % interval (other seeds, same test problems and 4-bit conversions):
+of its 95% interval (other seeds, same test problems and 4-bit conversions):
 
     paired    Student's t over the seeds that both arms have
     Welch     Welch's t over all seeds of either arm, for the difference of
@@ -28,24 +28,24 @@ from statistics import mean, stdev, variance
 # What the page compares: (what, arm A, arm B). Several arms in a row are averaged, seed by seed; arms joined by + have
 # one setting and different seeds; arm@2-6 is its seeds 2 to 6.
 COMPARISONS = (
-    ("calibrated - bf16, both at 2e-4", "o9-cal", "o9-bf16"),
-    ("calibrated - bf16, both at 2e-4, with the seeds before", "o9-cal+rate-calibrated-2e-4",
-     "o9-bf16+rate-bf16-2e-4"),
-    ("repaired - calibrated", "o9-rep", "o9-cal"),
-    ("AQN 1e-2 - none, calibrated", "o9-aqn", "o9-cal"),
-    ("full at 3e-6 - at 1e-5, bf16", "o10-full-3e-6", "o10-full-1e-5"),
-    ("LoRA at 2e-4 - full at 3e-6, bf16", "o9-bf16", "o10-full-3e-6"),
-    ("LoRA at 2e-4 - full at 1e-5, bf16", "o9-bf16", "o10-full-1e-5"),
-    ("calibrated LoRA at 2e-4 - full at 1e-5", "o9-cal", "o10-full-1e-5"),
-    ("calibrated at 1e-4 - all bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16"),
+    ("calibrated - bf16, both at 2e-4", "planned-calibrated", "planned-bf16"),
+    ("calibrated - bf16, both at 2e-4, with the seeds before", "planned-calibrated+rate-calibrated-2e-4",
+     "planned-bf16+rate-bf16-2e-4"),
+    ("repaired - calibrated", "planned-repaired", "planned-calibrated"),
+    ("AQN 1e-2 - none, calibrated", "planned-aqn", "planned-calibrated"),
+    ("full at 3e-6 - at 1e-5, bf16", "full-3e-6", "full-1e-5"),
+    ("LoRA at 2e-4 - full at 3e-6, bf16", "planned-bf16", "full-3e-6"),
+    ("LoRA at 2e-4 - full at 1e-5, bf16", "planned-bf16", "full-1e-5"),
+    ("calibrated LoRA at 2e-4 - full at 1e-5", "planned-calibrated", "full-1e-5"),
+    ("calibrated at 1e-4 - all bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16"),
     ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
      "math-calibrated-1e-4 math-calibrated-2e-4", "math-bf16-1e-4 math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated at 1e-4 - bf16 at 2e-4", "math-calibrated-1e-4", "math-bf16-2e-4"),
     ("MATH, 1.5B: calibrated - bf16, both at 2e-4", "math-calibrated-2e-4", "math-bf16-2e-4"),
-    ("MATH, 1.5B: calibrated - bf16, planned seeds", "o11-cal", "o11-bf16"),
-    ("MATH, 1.5B: the same with the seeds before", "math-calibrated-2e-4+o11-cal",
-     "math-bf16-2e-4+o11-bf16"),
-    ("MATH, 1.5B: repaired - calibrated", "o11-rep", "o11-cal"),
+    ("MATH, 1.5B: calibrated - bf16, planned seeds", "math-planned-calibrated", "math-planned-bf16"),
+    ("MATH, 1.5B: the same with the seeds before", "math-calibrated-2e-4+math-planned-calibrated",
+     "math-bf16-2e-4+math-planned-bf16"),
+    ("MATH, 1.5B: repaired - calibrated", "math-planned-repaired", "math-planned-calibrated"),
     ("MATH, 1.5B: calibrated - bf16, both at 1e-4", "math-calibrated-1e-4", "math-bf16-1e-4"),
     ("MATH, 1.5B: calibrated, 2e-4 - 1e-4", "math-calibrated-2e-4", "math-calibrated-1e-4"),
     ("MATH, 1.5B: bf16, 2e-4 - 1e-4", "math-bf16-2e-4", "math-bf16-1e-4"),
@@ -60,8 +60,8 @@ COMPARISONS = (
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
     ("sigma 5e-2, release's loss - none, seeds 7 to 12", "noise-uncorrected@7-12", "noise-none"),
     ("calibrated at 1e-4 - all bf16 at 2e-4, seeds 2 to 6", "rate-calibrated-1e-4@2-6", "rate-bf16-2e-4"),
-    ("bf16 at 2e-4, earlier - later seeds", "rate-bf16-2e-4", "o9-bf16"),
-    ("calibrated at 1e-4 - later seeds of bf16 at 2e-4", "rate-calibrated-1e-4", "o9-bf16"),
+    ("bf16 at 2e-4, earlier - later seeds", "rate-bf16-2e-4", "planned-bf16"),
+    ("calibrated at 1e-4 - later seeds of bf16 at 2e-4", "rate-calibrated-1e-4", "planned-bf16"),
     ("sigma 5e-2, default correction - none", "noise-truncate", "noise-none"),
     ("sigma 5e-2, paper's clip - none", "noise-ppo", "noise-none"),
     ("sigma 5e-2, paper's clip - default correction", "noise-ppo", "noise-truncate"),
@@ -74,26 +74,29 @@ COMPARISONS = (
 )
 # Comparisons of the 0.5B on GSM8K and of the 1.5B on MATH that are averaged.
 BOTH_MODELS = {
-    "calibrated - bf16, both at 2e-4": (("o9-cal", "o9-bf16"), ("o11-cal", "o11-bf16")),
-    "the same with the seeds before": (("o9-cal+rate-calibrated-2e-4", "o9-bf16+rate-bf16-2e-4"),
-                                       ("math-calibrated-2e-4+o11-cal", "math-bf16-2e-4+o11-bf16")),
-    "repaired - calibrated": (("o9-rep", "o9-cal"), ("o11-rep", "o11-cal")),
+    "calibrated - bf16, both at 2e-4": (("planned-calibrated", "planned-bf16"),
+                                        ("math-planned-calibrated", "math-planned-bf16")),
+    "the same with the seeds before": (
+        ("planned-calibrated+rate-calibrated-2e-4", "planned-bf16+rate-bf16-2e-4"),
+        ("math-calibrated-2e-4+math-planned-calibrated", "math-bf16-2e-4+math-planned-bf16")),
+    "repaired - calibrated": (("planned-repaired", "planned-calibrated"),
+                              ("math-planned-repaired", "math-planned-calibrated")),
 }
 # The picture's rows by heading: label, arm A, arm B, which interval.
 ROWS = {
     "NVFP4 minus bf16": (
-        ("GSM8K, both at 2e-4", "o9-cal", "o9-bf16", "paired"),
-        ("MATH, both at 2e-4", "o11-cal", "o11-bf16", "paired"),
-        ("GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+o9-bf16", "paired"),
+        ("GSM8K, both at 2e-4", "planned-calibrated", "planned-bf16", "paired"),
+        ("MATH, both at 2e-4", "math-planned-calibrated", "math-planned-bf16", "paired"),
+        ("GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16", "paired"),
         ("MATH, mean of 1e-4 and 2e-4", "math-calibrated-1e-4 math-calibrated-2e-4",
          "math-bf16-1e-4 math-bf16-2e-4", "pooled")),
     "With noise minus without, GSM8K": (
-        ("1e-2, calibrated", "o9-aqn", "o9-cal", "paired"),
+        ("1e-2, calibrated", "planned-aqn", "planned-calibrated", "paired"),
         ("5e-2, nearest, no correction", "noise-uncorrected", "noise-none", "paired"),
         ("5e-2, nearest, the paper's clip", "noise-ppo", "noise-none", "paired")),
     "Repaired minus calibrated": (
-        ("GSM8K", "o9-rep", "o9-cal", "paired"),
-        ("MATH", "o11-rep", "o11-cal", "paired")),
+        ("GSM8K", "planned-repaired", "planned-calibrated", "paired"),
+        ("MATH", "math-planned-repaired", "math-planned-calibrated", "paired")),
 }
 # Quantiles of Student's t at 97.5 % by degrees of freedom; between two the straight line, beyond 15 1.96 + 2.5 / f.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -116,7 +119,7 @@ def read(path: Path) -> dict[str, dict[int, dict]]:
 
 
 def chosen(arms: dict, name: str) -> dict[int, dict]:
-    """The rows of an arm, or of some of its seeds: o9-cal or o9-cal@7-12."""
+    """The rows of an arm, or of some of its seeds: planned-calibrated or planned-calibrated@7-12."""
     name, _, seeds = name.partition("@")
     low, high = map(int, seeds.split("-")) if seeds else (0, 10**9)
     return {seed: row for seed, row in arms[name].items() if low <= seed <= high}
@@ -199,7 +202,7 @@ def over_both(found: list[dict]) -> tuple[float, float]:
 
 
 def welch(left: dict[int, float], right: dict[int, float]) -> float:
-    """Half the width of Welch's 95 % interval, over all seeds of either arm; NaN for a single seed."""
+    """Half the width of Welch's 95% interval, over all seeds of either arm; NaN for a single seed."""
     sides = [list(side.values()) for side in (left, right)]
     if min(map(len, sides)) < 2:
         return float("nan")
@@ -229,7 +232,7 @@ def picture(arms: dict) -> str:
         y += 6
     grid = "".join(f'<line class="{"zero" if not at else "grid"}" x1="{x(at)}" x2="{x(at)}" y1="30" y2="{y}"/>'
                    f'<text x="{x(at)}" y="{y + 16}" text-anchor="middle">{at:+d}</text>' for at in range(-6, 3, 2))
-    title = "Difference in sampled accuracy after 60 steps, in points, with 95 % intervals"
+    title = "Difference in sampled accuracy after 60 steps, in points, with 95% intervals"
     style = ("<style>text{fill:#1f2328;font:13px system-ui,sans-serif}.head{font-weight:600}.seeds{fill:#656d76}"
              ".grid{stroke:#d0d7de}.zero{stroke:#656d76}.width{stroke:#0969da;stroke-width:2.5}circle{fill:#0969da}"
              "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.seeds{fill:#8d96a0}.grid{stroke:#30363d}"

@@ -9,12 +9,12 @@ A problem has n answers, of which c are right:
     pass@k   The probability that k of the n answers, drawn without replacement, include a right
              one: 1 - C(n - c, k) / C(n, k).
 
-Each is a mean over problems with its 95 % interval, over other problems like these.
+Each is a mean over problems with a 95% interval for a new sample of such problems.
 """
 import math
 from collections import Counter
 
-Z = 1.959964                                     # 95 % of a normal lies within +-Z
+Z = 1.959964                                     # 95% of a normal lies within +-Z
 
 
 def evaluation_figures(rows: list[dict], samples: int) -> dict:
@@ -63,7 +63,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 # All problems
 
 def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
-    """[mean, low, high] at 95 % of a figure in [0, 1]: one value per problem, of `samples` answers.
+    """[mean, low, high] at 95% of a figure in [0, 1]: one value per problem, of `samples` answers.
 
     Wilson's interval for a proportion, which stays inside [0, 1] and is accurate near the ends.
     Values between 0 and 1 vary less than verdicts, so it uses an effective sample size: the number

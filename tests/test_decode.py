@@ -614,7 +614,7 @@ def test_window_stops_rows_at_ends_and_limits(gen):
 
 @gpu
 @in_one_setting
-def test_row_bits_do_not_depend_on_neighbours(gen):
+def test_row_bits_do_not_depend_on_neighbors(gen):
     model, engine, width = small_engine("nvfp4", gen)
     rows = random_rows(7, width, gen)
     first = engine.decode(rows, 4, sampling())

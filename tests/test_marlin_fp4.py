@@ -324,7 +324,7 @@ def test_assembly_decodes_every_code_and_scale():
     words = marlin_fp4._pack_words(codes.repeat_interleave(32, dim=1))[:, 0].long() & 0xFFFF
     assert torch.equal(words.sort().values, torch.arange(65536))     # every bit is used
     for other in (words.flip(0), words.roll(12345), torch.full_like(words, 0xFFFF), torch.zeros_like(words)):
-        pairs = words | other << 16                                  # a register takes two neighbouring words
+        pairs = words | other << 16                                  # a register takes two neighboring words
         front, back = (run_assembly(marlin_fp4._decode_planes_asm(first), pairs) for first in (0, 2))
         of_other = marlin_fp4._unpack_words(other.to(torch.int16)[:, None])
         for plane, register in enumerate((front["$0"], front["$1"], back["$0"], back["$1"])):

@@ -116,7 +116,7 @@ def test_every_weight_gets_the_nearest_code():
     levels = torch.tensor([e2m1(code) for code in range(16)], dtype=torch.float64)
     nearest = (w.double()[..., None] - scale[..., None] * levels).abs().amin(-1)
     error = (w.double() - dequantize(packed, block_scale, global_scale, torch.float32).double()).abs()
-    # Codes are chosen in fp32, so next to a tie the other neighbour can win by 2^-23 of the weight.
+    # Codes are chosen in fp32, so next to a tie the other neighbor can win by 2^-23 of the weight.
     assert (error <= nearest + 2**-22 * w.double().abs()).all()
 
 

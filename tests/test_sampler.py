@@ -264,7 +264,7 @@ def test_uniforms_are_uniform_and_independent():
         assert 0 < u.min() and u.max() < 1
         value, bound = chi_square((u * 50).long().bincount(minlength=50).double(), 400)
         assert value < bound, name
-        pairs = (u[:-1] * 10).long() * 10 + (u[1:] * 10).long()           # neighbours must be independent
+        pairs = (u[:-1] * 10).long() * 10 + (u[1:] * 10).long()           # neighbors must be independent
         value, bound = chi_square(pairs.bincount(minlength=100).double(), 199.99)
         assert value < bound, name
     assert len({row_key(s, p, g) for s in range(20) for p in range(20) for g in range(20)}) == 8000
