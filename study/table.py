@@ -55,6 +55,8 @@ COMPARISONS = (
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
     ("200 steps, calibrated, 2e-4 - 1e-4", "default-2e-4-0.5b", "default-0.5b"),
     ("200 steps, calibrated, 2e-4 - 1e-4, 1.5B", "default-2e-4-1.5b", "default-1.5b"),
+    ("200 steps, bf16 at 2e-4 - calibrated at 1e-4", "default-bf16-2e-4-0.5b", "default-0.5b"),
+    ("200 steps, bf16 at 2e-4 - calibrated at 1e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-1.5b"),
     ("200 steps, bf16 - calibrated, both at 2e-4", "default-bf16-2e-4-0.5b", "default-2e-4-0.5b"),
     ("200 steps, bf16 - calibrated, both at 2e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-2e-4-1.5b"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
@@ -93,7 +95,7 @@ ROWS = {
     "With noise minus without, GSM8K": (
         ("1e-2, calibrated", "planned-aqn", "planned-calibrated", "paired"),
         ("5e-2, nearest, no correction", "noise-uncorrected", "noise-none", "paired"),
-        ("5e-2, nearest, the paper's clip", "noise-ppo", "noise-none", "paired")),
+        ("5e-2, nearest, clip against none", "noise-ppo", "noise-none", "paired")),
     "Repaired minus calibrated": (
         ("GSM8K", "planned-repaired", "planned-calibrated", "paired"),
         ("MATH", "math-planned-repaired", "math-planned-calibrated", "paired")),
