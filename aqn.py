@@ -28,14 +28,15 @@ import torch
 
 from model import Qwen
 
-# The paper's other schedules (Figures 9 and 15). t is 0 in the first noisy stage and
-# (K - 2) / (K - 1) in the last; REMAINING[...](t) is the share of (start - end) that is left then.
-REMAINING = {
-    "linear": lambda t: 1 - t,
-    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
-    "log": lambda t: 1 - math.log10(1 + 9 * t),
+# Each is a function of sigma_start, sigma_end and t, which is 0 in the first noisy stage and
+# (K - 2) / (K - 1) in the last. The paper's default is exponential; the others are in its Figures 9
+# and 15.
+SCHEDULES = {
+    "exponential": lambda start, end, t: start * (end / start) ** t,
+    "linear": lambda start, end, t: end + (start - end) * (1 - t),
+    "cosine": lambda start, end, t: end + (start - end) * ((1 + math.cos(math.pi * t)) / 2),
+    "log": lambda start, end, t: end + (start - end) * (1 - math.log10(1 + 9 * t)),
 }
-SCHEDULES = ("exponential", *REMAINING)
 
 
 def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, num_stages: int,
@@ -49,9 +50,9 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
 
     sigma_at(60, 600, 1e-2, 5e-4, 10) == 1e-2. sigma_start 0 or a single stage means no noise. With
     fewer steps than stages each step is a stage, and the last stages are never reached. The other
-    schedules replace the power by REMAINING.
+    SCHEDULES replace the power.
     """
-    assert schedule in SCHEDULES, f"{schedule!r} is not one of {SCHEDULES}"
+    assert schedule in SCHEDULES, f"{schedule!r} is not one of {list(SCHEDULES)}"
     assert 0 <= step and total_steps >= 1 and num_stages >= 1, (step, total_steps, num_stages)
     assert sigma_start == 0 or 0 < sigma_end <= sigma_start, \
         f"need 0 < {sigma_end=} <= {sigma_start=}, or start 0"
@@ -61,9 +62,7 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
     # The authors' code divides by K - 2, so that its last stage reaches `end`. To get the schedule
     # of its scripts (1e-2 to 1e-4, K = 10), set `end` to 5.62e-5.
     t = (stage - 1) / (num_stages - 1)
-    if schedule == "exponential":
-        return sigma_start * (sigma_end / sigma_start) ** t
-    return sigma_end + (sigma_start - sigma_end) * REMAINING[schedule](t)
+    return SCHEDULES[schedule](sigma_start, sigma_end, t)
 
 
 def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ eighth of the texts is left out of H and measures the result: KL(16 bits || 4 bi
 predictions of its tokens, in nats per token.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
-equalise), AWQ (it would change the norms, which AQN perturbs).
+equalize), AWQ (it would change the norms, which AQN perturbs).
 
 Shapes: T tokens of all texts, D width, N out_features, K in_features, C scales to try.
 """

@@ -18,9 +18,9 @@ The mask is 0 on padding, a tool's tokens, unscorable rows and, with --overlong 
 
 Three policies give each token a probability:
 
-    rollout    sampled it: quantized and with AQN's noise; its log-probs were recorded then
+    rollout    sampled it, with the sampler's kernels and AQN's noise; its log-probs were recorded
     old        the learner, without noise, before the step's first update
-    policy     the learner now: the only one with a gradient
+    policy     the learner now: the only one with a gradient. All three use the same 4-bit weights
 
     importance weight = min(old / rollout, 2)    corrects for noise and rounding of the rollout
     ratio             = policy / old             how far updates have moved the learner: PPO's clip

@@ -1,7 +1,7 @@
 """
 Four-bit weight formats: quantize real weights to codes and scales, and decode them again.
 
-NVFP4 takes 4.5 bits per weight, 28 % of bf16. Sampling gets faster too, since with few answers at a
+NVFP4 takes 4.5 bits per weight, 28% of bf16. Sampling gets faster too, since with few answers at a
 time it mostly reads weights. The rounding error is the "quantization noise" that QeRL
 (arXiv 2510.11696) uses for exploration. `base` names the format of a model's frozen linears.
 
@@ -261,7 +261,7 @@ def dequantize_mxfp4(packed: Tensor, block_scale: Tensor, dtype: torch.dtype = t
 def quantize_nf4(w: Tensor, offsets: Iterable[int] = range(0, -11, -1)) -> tuple[Tensor, Tensor]:
     """To NF4: (N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64), the scale.
 
-    The usual scale is the block's largest |w|. offsets: which scales to try, in steps of 2 % from
+    The usual scale is the block's largest |w|. offsets: which scales to try, in steps of 2% from
     it. UserError if K is not a multiple of 64.
     """
     def candidates(blocks):

@@ -24,7 +24,7 @@ from typing import Callable, NamedTuple
 from tasks.answers import FUNCTIONS, clean, is_equal
 from tasks.boxes import last_box
 
-MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes do anywhere
+MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes count anywhere
 
 
 # -----------------------------------------------------------------------------

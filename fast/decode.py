@@ -3,9 +3,9 @@ The fast engine of the sampler: decode steps and short prefills as CUDA graphs, 
 
 It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
 
-A decode step of a 7B has about 260 launches, which take Python several times as long as the GPU. So
-they are recorded once, as a graph, and everything between two matmuls is one kernel of kernels.py,
-or two around attention:
+A decode step of a 7B has about 260 launches, and Python needs longer to make them than the GPU to
+run them. So they are recorded once, as a graph, and everything between two matmuls is one kernel of
+kernels.py, or two around attention:
 
     embed_kernel                     residual = embed[token]; the first norm
     in every layer

@@ -1,4 +1,4 @@
-"""What any trainer needs: settings, a start, a run folder with checkpoints, memory, console.
+"""What a run needs around the method: settings, a start, a run folder, memory, console.
 
-Nothing here is specific to QeRL, and you can learn QeRL without reading it.
+You can learn QeRL without reading it.
 """

@@ -1,8 +1,8 @@
 """
 Divides a GPU's memory for a training run, before its first step.
 
-The sampler wants a large KV pool; the learner wants large micro-batches whose activations stay in
-memory. Both share the same GiB. The learner's worst case is measured by running it once, so a run
+The sampler wants a large KV pool, the learner large micro-batches whose activations stay in memory,
+and they compete for the same GiB. The learner's worst case is measured by running it once, so a run
 does not fail at step 300, on the first batch of long answers.
 
     |<-------------------------- limit: --memory-gib, or what is free ------------------------->|

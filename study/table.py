@@ -129,12 +129,13 @@ def chosen(arms: dict, name: str) -> dict[int, dict]:
 
 def values(arms: dict, names: str, kind: str) -> dict[int, float]:
     """seed -> accuracy, averaged over the arms that `names` lists; seeds that all of them have. kind: a column, or
-    "gain": sampled after training minus before.
+    "gain" or "greedy gain": sampled or greedy after training minus before.
     """
     def value(row):
-        if kind == "gain":
-            known = row["sampled"] and row["sampled_before"]
-            return float(row["sampled"]) - float(row["sampled_before"]) if known else None
+        if kind.endswith("gain"):
+            answers = "greedy" if kind == "greedy gain" else "sampled"
+            known = row[answers] and row[f"{answers}_before"]
+            return float(row[answers]) - float(row[f"{answers}_before"]) if known else None
         return float(row[kind]) if row[kind] else None
 
     parts = [{seed: value(row) for name in joined.split("+") for seed, row in chosen(arms, name).items()
@@ -175,7 +176,7 @@ def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
               "paired": t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")}
     runs = [next(iter(chosen(arms, name.split()[0].split("+")[0]).values())) for name in (a, b)]
     if all(run["codes"] != "trained" for run in runs):
-        each, freedom = pooled_variance(arms, runs[0], "sampled" if kind == "gain" else kind)
+        each, freedom = pooled_variance(arms, runs[0], {"gain": "sampled", "greedy gain": "greedy"}.get(kind, kind))
         count = len(a.split())                   # the mean of several arms varies less
         found["pooled"] = t_quantile(freedom) * (2 * each / count / n)**0.5
     return found
@@ -265,14 +266,15 @@ def main() -> None:
                 start = f"{mean(before):.1f} -> " if before else ""
                 parts.append(f"{kind} {start}{mean(float(row[kind]) for row in rows):.1f}")
         row = next(iter(arm.values()))
+        steps = "-".join(sorted({row["steps"] for row in arm.values()}, key=int))
         print(f"{name:24} {row['model']} {row['data']:5} {row['codes']:10} lr {row['lr']} sigma {row['sigma']:10} "
-              f"{row['steps']:>3} steps, {len(arm):2} seeds: {', '.join(parts)}")
+              f"{steps:>3} steps, {len(arm):2} seeds: {', '.join(parts)}")
     print("\ndifferences in points after training\n")
     for what, a, b in COMPARISONS:
-        for kind in ("sampled", "greedy", "gain"):
+        for kind in ("sampled", "greedy", "gain", "greedy gain"):
             found = compare(arms, a, b, kind)
             if found:
-                print(f"{what:56} {kind:8} {line_of(found)}")
+                print(f"{what:56} {kind:11} {line_of(found)}")
     print()
     for what, pairs in BOTH_MODELS.items():
         middle, half = over_both([compare(arms, a, b, "sampled") for a, b in pairs])

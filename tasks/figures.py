@@ -70,7 +70,7 @@ def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
     of 0-1 verdicts whose mean would have this variance. That is the number of problems if all
     values are 0 or 1, and at most the number of answers. The interval is too narrow for few
     problems with many answers, nearly all right or all wrong: in simulations with 50 such problems
-    it covered the truth 80 to 90 % of the time.
+    it covered the truth 80 to 90% of the time.
     """
     n = len(values)
     p = mean(values)

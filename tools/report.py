@@ -104,7 +104,7 @@ def read_answers(path: Path, every: int = 1) -> list[dict]:
 def read_run(folder: Path, every: int = 1) -> dict:
     """What the page shows of one run, with the sampled answers of every `every`-th step.
 
-    Raises OSError, UserError or Stopped, with a message that names the file.
+    Raises OSError or UserError, with a message that names the file.
     """
     flags = read_json(folder / "run.json")
     metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
