@@ -9,7 +9,7 @@ outvote the task: it is in [-0.5, 0.1], so the worst right answer gets 0.5 and t
 """
 import rewards
 
-LONGEST = 512                                    # --max-new-tokens
+LONGEST = 512                                    # your --max-new-tokens: set both together
 BUFFER = 128                                     # the last tokens, which cost something
 FORM = 0.1                                       # for an answer in the format asked for
 TOO_LONG = 0.5                                   # for one of LONGEST tokens
