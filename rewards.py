@@ -10,7 +10,8 @@ The first of these rules that applies gives the answer:
 
     box          the last \boxed{...}; neighbors such as "\boxed{2} and \boxed{3}" are one list
     tag          the last <answer>...</answer>
-    marker       what follows the last "answer is", "answer:" or "####" in its sentence
+    marker       what follows the last "answer is", "answer:" or "####" in its sentence, without
+                 a subject: "answer: the sum is 5" gives 5
 
 Only the first turn counts, after its last </think>. All of a box, a tag or a sentence is the
 answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" are not.
@@ -21,7 +22,7 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from tasks.answers import FUNCTIONS, clean, is_equal
+from tasks.answers import DOUBT, FUNCTIONS, clean, is_equal
 from tasks.boxes import last_box
 
 MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes count anywhere
@@ -202,10 +203,14 @@ OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
 # Answers without a box
 
 def last_marker(text: str) -> str:
-    """What follows the last "answer is", "answer:" or "####" in its sentence, or ""."""
+    """What follows the last "answer is", "answer:" or "####" in its sentence, without a subject
+    such as "The largest n is"; "" if nothing does.
+    """
     for marker in reversed(list(MARKER.finditer(text))):
         rest = text[marker.end():].lstrip(" \t*_:\n")
         sentence = SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`")
         if sentence:
-            return sentence
+            subject, _, value = sentence.rpartition(" is ")
+            is_plain = not re.search("[0-9]", subject) and not DOUBT.search(sentence)
+            return value if is_plain else sentence           # "Answer: The largest n is 34."
     return ""

@@ -52,6 +52,7 @@ def boxed(answer):
     ("The answer is 3. Wait, the answer is $4$.", "$4$", "marker"),
     ("The final answer is $x=\\frac12$. I hope it is correct.", "$x=\\frac12$", "marker"),
     ("**Answer:** B", "B", "marker"), ("The answer is 18 eggs.", "18 eggs", "marker"),
+    ("Final Answer: The largest $n$ is 34. I hope it is correct.", "34", "marker"),
     ("we get 42", None, "none"), ("", None, "none"),
     ("Put your answer in \\boxed{}. What is 6*7? 42", None, "none"),
 ])
