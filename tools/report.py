@@ -59,7 +59,7 @@ def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Centred moving mean. Near the ends it averages what there is, so it does not bend to 0."""
+    """Centered moving mean. Near the ends it averages what there is, so it does not bend to 0."""
     half = window // 2
     near = [values[max(i - half, 0):i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in near]
