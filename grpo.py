@@ -20,7 +20,7 @@ Three policies give each token a probability:
 
     rollout    sampled it, with the sampler's kernels and AQN's noise; its log-probs were recorded
     old        the learner, without noise, before the step's first update
-    policy     the learner now: the only one with a gradient. All three use the same 4-bit weights
+    policy     the learner now: the only one with a gradient. All three use the same frozen weights
 
     importance weight = min(old / rollout, 2)    corrects for noise and rounding of the rollout
     ratio             = policy / old             how far updates have moved the learner: PPO's clip
