@@ -53,8 +53,14 @@ COMPARISONS = (
     ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
     ("calibrated - bf16, both at 1e-4", "rate-calibrated-1e-4", "rate-bf16-1e-4"),
     ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
+    ("200 steps, calibrated - bf16, both at 1e-4", "default-0.5b", "default-bf16-0.5b"),
+    ("200 steps, calibrated - bf16, both at 1e-4, 1.5B", "default-1.5b", "default-bf16-1.5b"),
     ("200 steps, calibrated, 2e-4 - 1e-4", "default-2e-4-0.5b", "default-0.5b"),
     ("200 steps, calibrated, 2e-4 - 1e-4, 1.5B", "default-2e-4-1.5b", "default-1.5b"),
+    ("200 steps, calibrated, 2e-4 - 1e-4, same code", "default-2e-4-0.5b", "default-0.5b@2-3"),
+    ("200 steps, calibrated, 2e-4 - 1e-4, same code, 1.5B", "default-2e-4-1.5b", "default-1.5b@2-3"),
+    ("200 steps, bf16, 2e-4 - 1e-4", "default-bf16-2e-4-0.5b", "default-bf16-0.5b"),
+    ("200 steps, bf16, 2e-4 - 1e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-bf16-1.5b"),
     ("200 steps, bf16 at 2e-4 - calibrated at 1e-4", "default-bf16-2e-4-0.5b", "default-0.5b"),
     ("200 steps, bf16 at 2e-4 - calibrated at 1e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-1.5b"),
     ("200 steps, bf16 - calibrated, both at 2e-4", "default-bf16-2e-4-0.5b", "default-2e-4-0.5b"),
@@ -74,8 +80,10 @@ COMPARISONS = (
     ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
     ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
 )
-# Comparisons of the 0.5B on GSM8K and of the 1.5B on MATH that are averaged.
+# Comparisons of the 0.5B and of the 1.5B that are averaged.
 BOTH_MODELS = {
+    "200 steps, calibrated - bf16, both at 1e-4": (("default-0.5b", "default-bf16-0.5b"),
+                                                   ("default-1.5b", "default-bf16-1.5b")),
     "calibrated - bf16, both at 2e-4": (("planned-calibrated", "planned-bf16"),
                                         ("math-planned-calibrated", "math-planned-bf16")),
     "the same with the seeds before": (
@@ -87,18 +95,20 @@ BOTH_MODELS = {
 # The picture's rows by heading: label, arm A, arm B, which interval.
 ROWS = {
     "NVFP4 minus bf16": (
-        ("GSM8K, both at 2e-4", "planned-calibrated", "planned-bf16", "paired"),
-        ("MATH, both at 2e-4", "math-planned-calibrated", "math-planned-bf16", "paired"),
-        ("GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16", "paired"),
-        ("MATH, mean of 1e-4 and 2e-4", "math-calibrated-1e-4 math-calibrated-2e-4",
+        ("0.5B, GSM8K, 200 steps at 1e-4", "default-0.5b", "default-bf16-0.5b", "pooled"),
+        ("1.5B, GSM8K, 200 steps at 1e-4", "default-1.5b", "default-bf16-1.5b", "pooled"),
+        ("0.5B, GSM8K, both at 2e-4", "planned-calibrated", "planned-bf16", "paired"),
+        ("1.5B, MATH, both at 2e-4", "math-planned-calibrated", "math-planned-bf16", "paired"),
+        ("0.5B, GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16", "paired"),
+        ("1.5B, MATH, mean of 1e-4 and 2e-4", "math-calibrated-1e-4 math-calibrated-2e-4",
          "math-bf16-1e-4 math-bf16-2e-4", "pooled")),
-    "With noise minus without, GSM8K": (
+    "With noise minus without, 0.5B, GSM8K": (
         ("1e-2, calibrated", "planned-aqn", "planned-calibrated", "paired"),
         ("5e-2, nearest, no correction", "noise-uncorrected", "noise-none", "paired"),
         ("5e-2, nearest, clip against none", "noise-ppo", "noise-none", "paired")),
     "Repaired minus calibrated": (
-        ("GSM8K", "planned-repaired", "planned-calibrated", "paired"),
-        ("MATH", "math-planned-repaired", "math-planned-calibrated", "paired")),
+        ("0.5B, GSM8K", "planned-repaired", "planned-calibrated", "paired"),
+        ("1.5B, MATH", "math-planned-repaired", "math-planned-calibrated", "paired")),
 }
 # Quantiles of Student's t at 97.5 % by degrees of freedom; between two the straight line, beyond 15 1.96 + 2.5 / f.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -167,13 +177,11 @@ def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
         return None
     found = {"Welch": welch(left, right), "welch_mean": mean(left.values()) - mean(right.values()),
              "all_seeds": (len(left), len(right)), "other_seeds": left.keys() != right.keys()}
-    both = sorted(left.keys() & right.keys())
-    n = len(both)
-    if not both:
+    differences = pairs_of(arms, a, b, kind)
+    n = len(differences)
+    if not differences:
         return found
-    differences = [left[seed] - right[seed] for seed in both]
-    found |= {"mean": mean(differences), "seeds": n,
-              "paired": t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")}
+    found |= {"mean": mean(differences), "seeds": n, "paired": half_width(differences)}
     runs = [next(iter(chosen(arms, name.split()[0].split("+")[0]).values())) for name in (a, b)]
     if all(run["codes"] != "trained" for run in runs):
         each, freedom = pooled_variance(arms, runs[0], {"gain": "sampled", "greedy gain": "greedy"}.get(kind, kind))
@@ -192,6 +200,18 @@ def line_of(found: dict) -> str:
     if "pooled" in found:
         line += f", pooled {found['pooled']:.2f}"
     return f"{line}; {found['seeds']} seeds"
+
+
+def pairs_of(arms: dict, a: str, b: str, kind: str) -> list[float]:
+    """Arm A minus arm B, seed by seed, for the seeds that both have."""
+    left, right = values(arms, a, kind), values(arms, b, kind)
+    return [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
+
+
+def half_width(sample: list[float]) -> float:
+    """Half of the 95% interval of the mean, by Student's t; NaN for a single value."""
+    n = len(sample)
+    return t_quantile(n - 1) * stdev(sample) / n**0.5 if n > 1 else float("nan")
 
 
 def over_both(found: list[dict]) -> tuple[float, float]:
@@ -235,7 +255,7 @@ def picture(arms: dict) -> str:
         y += 6
     grid = "".join(f'<line class="{"zero" if not at else "grid"}" x1="{x(at)}" x2="{x(at)}" y1="30" y2="{y}"/>'
                    f'<text x="{x(at)}" y="{y + 16}" text-anchor="middle">{at:+d}</text>' for at in range(-6, 3, 2))
-    title = "Difference in sampled accuracy after 60 steps, in points, with 95% intervals"
+    title = "Difference in sampled accuracy after training, in points, with 95% intervals"
     style = ("<style>text{fill:#1f2328;font:13px system-ui,sans-serif}.head{font-weight:600}.seeds{fill:#656d76}"
              ".grid{stroke:#d0d7de}.zero{stroke:#656d76}.width{stroke:#0969da;stroke-width:2.5}circle{fill:#0969da}"
              "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.seeds{fill:#8d96a0}.grid{stroke:#30363d}"
@@ -276,9 +296,15 @@ def main() -> None:
             if found:
                 print(f"{what:56} {kind:11} {line_of(found)}")
     print()
-    for what, pairs in BOTH_MODELS.items():
-        middle, half = over_both([compare(arms, a, b, "sampled") for a, b in pairs])
-        print(f"{what + ', both models':56} sampled  {middle:+.2f}, by inverse variance {half:.2f}")
+    for what, comparisons in BOTH_MODELS.items():
+        for kind in ("sampled", "greedy", "gain"):
+            found = [compare(arms, a, b, kind) for a, b in comparisons]
+            if not all(found):
+                continue
+            middle, half = over_both(found)
+            pairs = [pair for a, b in comparisons for pair in pairs_of(arms, a, b, kind)]
+            print(f"{what + ', both models':56} {kind:11} {middle:+.2f}, by inverse variance {half:.2f}; all pairs "
+                  f"alike {mean(pairs):+.2f}, {half_width(pairs):.2f}; {len(pairs)} pairs")
 
 
 if __name__ == "__main__":
