@@ -274,9 +274,9 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 
 def main() -> None:
     with env.one_line("train.py"):           # a user error ends in one line, not a traceback
-        settings, before = read_settings()
-        claim(Path(settings.general.out), before is not None)    # no other run writes there
-        run = prepare(settings, before)
+        settings, earlier = read_settings()
+        claim(Path(settings.general.out), earlier is not None)    # no other run writes there
+        run = prepare(settings, earlier)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         train(run)

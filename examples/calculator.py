@@ -105,13 +105,13 @@ class Turns:
 def main() -> None:
     problems = Path("runs/clock.jsonl")
     with env.one_line("calculator.py"):
-        settings, before = read_settings(["--data", str(problems), *sys.argv[1:]])
+        settings, earlier = read_settings(["--data", str(problems), *sys.argv[1:]])
         problems.parent.mkdir(exist_ok=True)
         rows = [{"question": question, "answer": str(clock(int(answer)))}
                 for _, question, answer in arithmetic("train")]
         problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        claim(Path(settings.general.out), before is not None)
-        run = prepare(settings, before)
+        claim(Path(settings.general.out), earlier is not None)
+        run = prepare(settings, earlier)
     sample = Turns(run.tokenizer)
     with ending_with(run.folder.save, run.folder.advice):
         train.train(run, sample)

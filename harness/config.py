@@ -4,7 +4,7 @@ The settings of a run: names, defaults, allowed values, and where each default c
 Every field of the dataclasses below is a flag of train.py: `Rollout.group_size` is `--group-size`.
 To add a setting, add a field. The other programs take their flags from here too (add_flag).
 
-    settings, before = read_settings()           # from sys.argv; before: the run that is resumed
+    settings, earlier = read_settings()          # from sys.argv; earlier: the run that is resumed
     settings.rollout.group_size                  # 8
 
 Settings never change once they are made. A file of settings is JSON, flag name -> value: a recipe
@@ -17,7 +17,7 @@ Settings never change once they are made. A file of settings is JSON, flag name 
     the command line
 
 A value that is not allowed is refused, whatever its source. Two things never come from a file:
-settings of the machine and the folder (`place`), and a function to run (module:function), unless
+settings of the machine and the folder (`local`), and a function to run (module:function), unless
 the command line names it too.
 
 The help texts also give two other sources' defaults: "paper" is QeRL (arXiv 2510.11696; Table 4,
@@ -42,15 +42,15 @@ from weights import read_peft_config
 TINY_MODEL = Path(__file__).parent.parent / "tiny"
 
 
-def setting(default, text: str, allowed: str = "", choices=None, place: bool = False):
+def setting(default, text: str, allowed: str = "", choices=None, local: bool = False):
     """One setting, as a dataclass field.
 
-    allowed: an interval in mathematical notation, "(0, 1]"; choices: the allowed values. place: the
+    allowed: an interval in mathematical notation, "(0, 1]"; choices: the allowed values. local: the
     setting belongs to the machine or the run folder, so it is never read from a file.
     """
     if default is not None and "(default:" not in text:
         text += f" (default: {default})"
-    about = {"help": text, "allowed": allowed, "choices": choices, "place": place}
+    about = {"help": text, "allowed": allowed, "choices": choices, "local": local}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -67,7 +67,7 @@ class General:
                          AT_LEAST_1)
     seed: int = setting(0, "random seed of adapter, order of problems, sampling and noise",
                         "[0, 2e18]")
-    out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", place=True)
+    out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", local=True)
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,9 @@ class Optim:
 class Memory:
     """device and memory"""
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)",
-                                 place=True)
+                                 local=True)
     memory_gib: float | None = setting(None, "GPU memory for this process, in GiB (default: all "
-                                       "that is free)", "(0, 1e9]", place=True)
+                                       "that is free)", "(0, 1e9]", local=True)
     kernels: str | None = setting(
         None, "decode kernels of a GPU; torch: plain PyTorch, far slower, for a model or a card "
         "that the kernels do not support (default: the fastest)",
@@ -281,14 +281,14 @@ def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argpa
                         metavar=None if about["choices"] else metavar)
 
 
-def add_flags(parser: argparse.ArgumentParser, places: bool) -> None:
-    """Adds the flags of all settings, each class under its docstring as a title. places False:
-    without the `place` settings.
+def add_flags(parser: argparse.ArgumentParser, local: bool) -> None:
+    """Adds the flags of all settings, each class under its docstring as a title. local False:
+    without the `local` settings.
     """
     for section in dataclasses.fields(Settings):
         group = parser.add_argument_group(section.type.__doc__)
         for field in dataclasses.fields(section.type):
-            if places or not field.metadata["place"]:
+            if local or not field.metadata["local"]:
                 add_flag(group, field.name)
 
 
@@ -304,7 +304,7 @@ def new_parser() -> argparse.ArgumentParser:
                         "defaults: recipes/paper.json, or another run's run.json")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its "
                         "newest intact checkpoint, with its settings")
-    add_flags(parser, places=True)
+    add_flags(parser, local=True)
     return parser
 
 
@@ -363,7 +363,7 @@ def settings_in(file: dict, path: str | Path | None) -> dict:
     its flag does not allow.
     """
     parser = FileParser(prog=str(path), add_help=False, allow_abbrev=False)
-    add_flags(parser, places=False)
+    add_flags(parser, local=False)
     flags = [f"{option(name)}={value}" for name, value in file.items()
              if name not in NO_SETTINGS and value is not None]
     return with_absolute_paths(vars(parser.parse_args(flags)))
@@ -402,9 +402,9 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def without_places(values: dict) -> dict:
+def without_local(values: dict) -> dict:
     """Without the settings of the machine and the folder."""
-    return {name: value for name, value in values.items() if not FIELDS[name].metadata["place"]}
+    return {name: value for name, value in values.items() if not FIELDS[name].metadata["local"]}
 
 
 def with_absolute_paths(values: dict) -> dict:
@@ -457,7 +457,7 @@ def check_resumed(given: dict, held: dict) -> None:
     """UserError if a flag contradicts run.json. Only --steps may grow, and MAY_MOVE may change.
     held: the settings in run.json.
     """
-    for name, value in without_places(given).items():
+    for name, value in without_local(given).items():
         had = held.get(name)
         grows = name == "steps" and value > had
         if value != had and not grows and name not in MAY_MOVE:

@@ -1,7 +1,7 @@
 """
 From settings to a run that is ready to start.
 
-    run = prepare(settings, before)              # both from config.read_settings()
+    run = prepare(settings, earlier)             # both from config.read_settings()
     progress = begin(run)                        # at step 0, or at the checkpoint of a resumed run
 
 All checks are made here, before the first step, cheap ones before downloads, tokenization and
@@ -30,7 +30,7 @@ import nvfp4
 import rewards
 from files import UserError, write_json
 from harness import console, memory
-from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_places
+from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_local
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in
 from learner import Learner
@@ -64,13 +64,13 @@ class Run:
     folder: RunFolder
     watch: Watch
     flags: dict                                  # run.json without `about`
-    before: dict | None                          # the run.json of a resumed run
+    earlier: dict | None                         # the run.json of a resumed run
 
 
-def prepare(settings: Settings, before: dict | None) -> Run:
+def prepare(settings: Settings, earlier: dict | None) -> Run:
     """-> a Run. UserError if flags, files or the machine do not allow it.
 
-    before: the content of run.json if the run is resumed, else None.
+    earlier: the content of run.json if the run is resumed, else None.
     """
     began = time.perf_counter()
     wanted = settings.memory
@@ -83,7 +83,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     problems, held_out = split_problems(settings.data, tokenizer)
     console.greet(settings, problems, held_out, device)
     join_ranks(device)
-    flags = without_places(settings.flat())
+    flags = without_local(settings.flat())
     flags["problems_sha256"] = digest_of(problems + held_out)
     check_same_on_all_ranks(flags)
     if device.type == "cuda":
@@ -91,8 +91,8 @@ def prepare(settings: Settings, before: dict | None) -> Run:
                           memory.free_memory(wanted.memory_gib))
     model = read_model(settings, folder, tokenizer, problems, device)
     flags["weights_sha256"] = model.folder.sha256()
-    if before:
-        check_unchanged(before, flags)
+    if earlier:
+        check_unchanged(earlier, flags)
     conditions = training_conditions(model.folder, settings.model.base,
                                      settings.data.prompt_style, settings.data.thinking)
     if settings.model.adapter:
@@ -102,7 +102,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
                       optim.max_grad_norm, optim.weight_decay)
     limits = memory.Limits(wanted.memory_gib, None, wanted.micro_batch_tokens)
     sampler = divide_memory(learner, limits, settings.rollout, settings.data.max_prompt_tokens,
-                            len(held_out), limits_at_start(before, limits))
+                            len(held_out), limits_at_start(earlier, limits))
     flags["memory_plan"] = limits._asdict() | {
         "kv_gib": sampler.engine.kv.nbytes / 2**30, "max_rows": sampler.max_rows,
         "micro_batch_tokens": learner.micro_batch_tokens}
@@ -121,7 +121,7 @@ def prepare(settings: Settings, before: dict | None) -> Run:
     run_folder = RunFolder(out, learner.tensors(), *result[settings.model.train])
     say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
-               Watch(settings), flags, before)
+               Watch(settings), flags, earlier)
 
 
 CALIBRATION_PROBLEMS = 128                       # as in the study
@@ -148,11 +148,11 @@ def check_same_on_all_ranks(flags: dict) -> None:
                 raise UserError(f"{name}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
 
 
-def check_unchanged(before: dict, flags: dict) -> None:
+def check_unchanged(earlier: dict, flags: dict) -> None:
     """UserError unless a resumed run has the problems and weights that it started with."""
     for name, what in (("problems_sha256", f"--data {flags['data']}: problems or prompts"),
                        ("weights_sha256", f"--model {flags['model']}: weights")):
-        if before.get(name) != flags[name]:
+        if earlier.get(name) != flags[name]:
             raise UserError(f"--resume: {what} differ from those the run started with")
 
 
@@ -193,15 +193,15 @@ def loss_of(objective: Objective) -> grpo.Loss:
     return dataclasses.replace(grpo.LOSSES[objective.loss], **given)
 
 
-def limits_at_start(before: dict | None, limits: memory.Limits) -> memory.Limits | None:
+def limits_at_start(earlier: dict | None, limits: memory.Limits) -> memory.Limits | None:
     """KV pool, rows and micro-batches that a resumed run started with; None for a new run, or if
     --memory-gib has a new value.
     """
     # They decide which answers are decoded together and in which order gradients are summed, and
     # so the last digits. A second start may measure other values: only the first one calibrates.
-    if before is None or limits.memory_gib not in (None, before["memory_plan"]["memory_gib"]):
+    if earlier is None or limits.memory_gib not in (None, earlier["memory_plan"]["memory_gib"]):
         return None
-    return memory.Limits(**before["memory_plan"])._replace(memory_gib=limits.memory_gib)
+    return memory.Limits(**earlier["memory_plan"])._replace(memory_gib=limits.memory_gib)
 
 
 def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
@@ -251,28 +251,28 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
 
 def begin(run: Run) -> Progress:
     """Writes run.json, or reads a resumed run's checkpoint -> its Progress."""
-    before, device = run.before, run.model.device
+    earlier, device = run.earlier, run.model.device
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
     about = env.provenance(hardware)
-    if before:
+    if earlier:
         for what in ("hardware", "program"):     # a program may set a tool or an optimizer
-            began_with = before["about"].get(what, about[what])
+            began_with = earlier["about"].get(what, about[what])
             if began_with != about[what]:
                 say(f"{what} was {began_with}, is now {about[what]}: results may differ from an "
                     "uninterrupted run")
-    counters = run.folder.start(before or run.flags | {"about": about}, before is not None)
+    counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.restore(counters)
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
     progress = Progress(**{name: counters[name] for name in names})
-    if before:
+    if earlier:
         changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
-                   if run.flags[name] != before[name]}
+                   if run.flags[name] != earlier[name]}
         if changes:
             run.folder.note(**changes)
         if "steps" in changes:
-            say(f"--steps was {before['steps']}, is now {changes['steps']}: the schedules of "
+            say(f"--steps was {earlier['steps']}, is now {changes['steps']}: the schedules of "
                 "learning rate and noise stretch, so both may rise again")
     run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
     if device.type == "cuda":                    # console.farewell() prints that of training only

@@ -9,14 +9,14 @@ weights ("trained": full fine-tuning), learning rate, noise (sigma), correction,
 steps, number of test problems, and the right answers in percent before and
 after training: greedy, and sampled (8 per problem at temperature 1).
 
-A difference is arm A minus arm B in points after training, with the half width
-of its 95% interval (other seeds, same test problems and 4-bit conversions):
+A difference is arm A minus arm B in points after training (other seeds, same
+test problems and 4-bit conversions), with the half width of its 95% interval:
 
     paired    Student's t over the seeds that both arms have
     Welch     Welch's t over all seeds of either arm, for the difference of
               their means
-    pooled    the seeds that both arms have, with the common variance of all
-              LoRA arms of that model and data; best for two or three seeds
+
+With fewer than FEW seeds the differences of single seeds are printed too.
 """
 import argparse
 import csv
@@ -25,6 +25,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev, variance
 
+FEW = 5
 # What the page compares: (what, arm A, arm B). Several arms in a row are averaged, seed by seed; arms joined by + have
 # one setting and different seeds; arm@2-6 is its seeds 2 to 6.
 COMPARISONS = (
@@ -80,10 +81,9 @@ COMPARISONS = (
     ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
     ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
 )
-# Comparisons of the 0.5B and of the 1.5B that are averaged.
+# Comparisons of the 0.5B on GSM8K and of the 1.5B on MATH that are averaged.
 BOTH_MODELS = {
-    "200 steps, calibrated - bf16, both at 1e-4": (("default-0.5b", "default-bf16-0.5b"),
-                                                   ("default-1.5b", "default-bf16-1.5b")),
+
     "calibrated - bf16, both at 2e-4": (("planned-calibrated", "planned-bf16"),
                                         ("math-planned-calibrated", "math-planned-bf16")),
     "the same with the seeds before": (
@@ -92,23 +92,25 @@ BOTH_MODELS = {
     "repaired - calibrated": (("planned-repaired", "planned-calibrated"),
                               ("math-planned-repaired", "math-planned-calibrated")),
 }
-# The picture's rows by heading: label, arm A, arm B, which interval.
+# The picture's rows by heading: label, and the pairs of arms whose differences it shows.
 ROWS = {
     "NVFP4 minus bf16": (
-        ("0.5B, GSM8K, 200 steps at 1e-4", "default-0.5b", "default-bf16-0.5b", "pooled"),
-        ("1.5B, GSM8K, 200 steps at 1e-4", "default-1.5b", "default-bf16-1.5b", "pooled"),
-        ("0.5B, GSM8K, both at 2e-4", "planned-calibrated", "planned-bf16", "paired"),
-        ("1.5B, MATH, both at 2e-4", "math-planned-calibrated", "math-planned-bf16", "paired"),
-        ("0.5B, GSM8K, 1e-4 against bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16", "paired"),
-        ("1.5B, MATH, mean of 1e-4 and 2e-4", "math-calibrated-1e-4 math-calibrated-2e-4",
-         "math-bf16-1e-4 math-bf16-2e-4", "pooled")),
+        ("0.5B, GSM8K, 200 steps at 1e-4", ("default-0.5b", "default-bf16-0.5b")),
+        ("1.5B, GSM8K, 200 steps at 1e-4", ("default-1.5b", "default-bf16-1.5b")),
+        ("0.5B, GSM8K, 200 steps at 2e-4", ("default-2e-4-0.5b", "default-bf16-2e-4-0.5b")),
+        ("1.5B, GSM8K, 200 steps at 2e-4", ("default-2e-4-1.5b", "default-bf16-2e-4-1.5b")),
+        ("0.5B, GSM8K, 60 steps at 2e-4", ("planned-calibrated", "planned-bf16")),
+        ("1.5B, MATH, 60 steps at 2e-4", ("math-planned-calibrated", "math-planned-bf16")),
+        ("0.5B, GSM8K, NVFP4 at 1e-4, bf16 at 2e-4", ("rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16")),
+        ("1.5B, MATH, mean of 1e-4 and 2e-4", ("math-calibrated-1e-4 math-calibrated-2e-4",
+                                               "math-bf16-1e-4 math-bf16-2e-4"))),
     "With noise minus without, 0.5B, GSM8K": (
-        ("1e-2, calibrated", "planned-aqn", "planned-calibrated", "paired"),
-        ("5e-2, nearest, no correction", "noise-uncorrected", "noise-none", "paired"),
-        ("5e-2, nearest, clip against none", "noise-ppo", "noise-none", "paired")),
+        ("1e-2, calibrated", ("planned-aqn", "planned-calibrated")),
+        ("5e-2, nearest, no correction", ("noise-uncorrected", "noise-none")),
+        ("5e-2, nearest, clip against none", ("noise-ppo", "noise-none"))),
     "Repaired minus calibrated": (
-        ("0.5B, GSM8K", "planned-repaired", "planned-calibrated", "paired"),
-        ("1.5B, MATH", "math-planned-repaired", "math-planned-calibrated", "paired")),
+        ("0.5B, GSM8K", ("planned-repaired", "planned-calibrated")),
+        ("1.5B, MATH", ("math-planned-repaired", "math-planned-calibrated"))),
 }
 # Quantiles of Student's t at 97.5 % by degrees of freedom; between two the straight line, beyond 15 1.96 + 2.5 / f.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -153,74 +155,49 @@ def values(arms: dict, names: str, kind: str) -> dict[int, float]:
     return {seed: mean(part[seed] for part in parts) for seed in sorted(set.intersection(*map(set, parts)))}
 
 
-def pooled_variance(arms: dict, like: dict, kind: str) -> tuple[float, int]:
-    """The variance over seeds within arms of the same model and data that train an adapter; its degrees of freedom."""
-    firsts = {name: next(iter(arm.values())) for name, arm in arms.items()}
-    alike = [arm for name, arm in arms.items() if firsts[name]["codes"] != "trained"
-             and all(firsts[name][key] == like[key] for key in ("model", "data"))]
-    groups = [[float(row[kind]) for row in arm.values() if row[kind]] for arm in alike]
-    groups = [group for group in groups if len(group) > 1]
-    freedom = sum(len(group) - 1 for group in groups)
-    return sum((len(group) - 1) * variance(group) for group in groups) / freedom, freedom
-
-
 def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
     """The difference of two arms; None if an arm lacks this kind of answers.
 
-    mean, seeds: over the seeds that both have, absent if there are none.
-    paired, Welch, pooled: half widths; no pooled one if an arm trains all weights.
+    differences: seed by seed; mean, paired: theirs, absent if the arms have no seed in common.
     welch_mean: the difference of the arms' means over all their seeds, which Welch's interval surrounds.
     all_seeds: how many each arm has. other_seeds: whether they differ.
     """
     left, right = values(arms, a, kind), values(arms, b, kind)
     if not left or not right:
         return None
+    differences = [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
     found = {"Welch": welch(left, right), "welch_mean": mean(left.values()) - mean(right.values()),
-             "all_seeds": (len(left), len(right)), "other_seeds": left.keys() != right.keys()}
-    differences = pairs_of(arms, a, b, kind)
+             "all_seeds": (len(left), len(right)), "other_seeds": left.keys() != right.keys(),
+             "differences": differences}
     n = len(differences)
-    if not differences:
-        return found
-    found |= {"mean": mean(differences), "seeds": n, "paired": half_width(differences)}
-    runs = [next(iter(chosen(arms, name.split()[0].split("+")[0]).values())) for name in (a, b)]
-    if all(run["codes"] != "trained" for run in runs):
-        each, freedom = pooled_variance(arms, runs[0], {"gain": "sampled", "greedy gain": "greedy"}.get(kind, kind))
-        count = len(a.split())                   # the mean of several arms varies less
-        found["pooled"] = t_quantile(freedom) * (2 * each / count / n)**0.5
+    if n:
+        found["mean"] = mean(differences)
+        found["paired"] = t_quantile(n - 1) * stdev(differences) / n**0.5 if n > 1 else float("nan")
     return found
 
 
 def line_of(found: dict) -> str:
-    if "mean" not in found:
+    differences = found["differences"]
+    if not differences:
         left, right = found["all_seeds"]
         return f"{found['welch_mean']:+.2f}, Welch {found['Welch']:.2f}; {left} and {right} seeds"
     line = f"{found['mean']:+.2f}, paired {found['paired']:.2f}, Welch {found['Welch']:.2f}"
     if found["other_seeds"]:
         line += f" about {found['welch_mean']:+.2f}"
-    if "pooled" in found:
-        line += f", pooled {found['pooled']:.2f}"
-    return f"{line}; {found['seeds']} seeds"
-
-
-def pairs_of(arms: dict, a: str, b: str, kind: str) -> list[float]:
-    """Arm A minus arm B, seed by seed, for the seeds that both have."""
-    left, right = values(arms, a, kind), values(arms, b, kind)
-    return [left[seed] - right[seed] for seed in sorted(left.keys() & right.keys())]
-
-
-def half_width(sample: list[float]) -> float:
-    """Half of the 95% interval of the mean, by Student's t; NaN for a single value."""
-    n = len(sample)
-    return t_quantile(n - 1) * stdev(sample) / n**0.5 if n > 1 else float("nan")
+    line += f"; {len(differences)} seeds"
+    if len(differences) < FEW:
+        line += ": " + ", ".join(f"{one:+.2f}" for one in differences)
+    return line
 
 
 def over_both(found: list[dict]) -> tuple[float, float]:
     """Several paired differences as one, weighted by inverse variance: mean, half width by Student's t with Welch and
     Satterthwaite's degrees of freedom.
     """
-    weights = [(t_quantile(one["seeds"] - 1) / one["paired"])**2 for one in found]
+    freedoms = [len(one["differences"]) - 1 for one in found]
+    weights = [(t_quantile(f) / one["paired"])**2 for f, one in zip(freedoms, found)]
     total = sum(weights)
-    freedom = total**2 / sum(w**2 / (one["seeds"] - 1) for w, one in zip(weights, found))
+    freedom = total**2 / sum(w**2 / f for w, f in zip(weights, freedoms))
     return sum(w * one["mean"] for w, one in zip(weights, found)) / total, t_quantile(freedom) / total**0.5
 
 
@@ -235,32 +212,38 @@ def welch(left: dict[int, float], right: dict[int, float]) -> float:
 
 
 def picture(arms: dict) -> str:
-    """An SVG of ROWS: differences of sampled accuracy in points, with their intervals."""
+    """An SVG of ROWS: differences of sampled accuracy in points, with their intervals or as single seeds."""
     def x(points):
-        return 600 + 36 * points
+        return 580 + 32 * points
 
     lines, y = [], 34
     for heading, rows in ROWS.items():
         lines.append(f'<text class="head" x="8" y="{y + 14}">{heading}</text>')
         y += 24
-        for label, a, b, width in rows:
+        for label, (a, b) in rows:
             found = compare(arms, a, b, "sampled")
-            middle, half, n = found["mean"], found[width], found["seeds"]
-            lines.append(f'<text x="24" y="{y + 14}">{label} <tspan class="seeds">({n} seeds)</tspan></text>'
-                         f'<line class="width" x1="{x(middle - half):.1f}" x2="{x(middle + half):.1f}" y1="{y + 9}" '
-                         f'y2="{y + 9}"/><circle cx="{x(middle):.1f}" cy="{y + 9}" r="4.5"/>'
-                         f'<text x="690" y="{y + 14}">{middle:+.1f} ± {half:.1f}'
-                         f'{" c" if width == "pooled" else ""}</text>')
+            middle, each = found["mean"], found["differences"]
+            line, value = "", f"{middle:+.1f}"
+            if len(each) < FEW:
+                line = "".join(f'<circle class="one" cx="{x(one):.1f}" cy="{y + 9}" r="3.5"/>' for one in each)
+            else:
+                low, high = middle - found["paired"], middle + found["paired"]
+                line = f'<line class="width" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y + 9}" y2="{y + 9}"/>'
+                line += f'<circle cx="{x(middle):.1f}" cy="{y + 9}" r="4.5"/>'
+                value += f" ± {found['paired']:.1f}"
+            lines.append(f'<text x="24" y="{y + 14}">{label} <tspan class="seeds">({len(each)} seeds)</tspan></text>'
+                         f'{line}<text x="740" y="{y + 14}">{value}</text>')
             y += 24
         y += 6
     grid = "".join(f'<line class="{"zero" if not at else "grid"}" x1="{x(at)}" x2="{x(at)}" y1="30" y2="{y}"/>'
-                   f'<text x="{x(at)}" y="{y + 16}" text-anchor="middle">{at:+d}</text>' for at in range(-6, 3, 2))
-    title = "Difference in sampled accuracy after training, in points, with 95% intervals"
+                   f'<text x="{x(at)}" y="{y + 16}" text-anchor="middle">{at:+d}</text>' for at in range(-6, 5, 2))
+    title = "Difference in sampled accuracy after training, in points, with 95% intervals; rings: single seeds"
     style = ("<style>text{fill:#1f2328;font:13px system-ui,sans-serif}.head{font-weight:600}.seeds{fill:#656d76}"
              ".grid{stroke:#d0d7de}.zero{stroke:#656d76}.width{stroke:#0969da;stroke-width:2.5}circle{fill:#0969da}"
+             ".one{fill:none;stroke:#0969da;stroke-width:1.5}"
              "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.seeds{fill:#8d96a0}.grid{stroke:#30363d}"
-             ".zero{stroke:#8d96a0}.width{stroke:#4493f8}circle{fill:#4493f8}}</style>")
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 {y + 24}" width="780" height="{y + 24}" '
+             ".zero{stroke:#8d96a0}.width,.one{stroke:#4493f8}circle{fill:#4493f8}.one{fill:none}}</style>")
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {y + 24}" width="820" height="{y + 24}" '
             f'role="img" aria-label="{title}">{style}<text x="8" y="18">{title}</text>{grid}'
             + "\n".join(lines) + "</svg>\n")
 
@@ -302,9 +285,7 @@ def main() -> None:
             if not all(found):
                 continue
             middle, half = over_both(found)
-            pairs = [pair for a, b in comparisons for pair in pairs_of(arms, a, b, kind)]
-            print(f"{what + ', both models':56} {kind:11} {middle:+.2f}, by inverse variance {half:.2f}; all pairs "
-                  f"alike {mean(pairs):+.2f}, {half_width(pairs):.2f}; {len(pairs)} pairs")
+            print(f"{what + ', both models':56} {kind:11} {middle:+.2f}, by inverse variance {half:.2f}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def write(path, values):
 def run(tmp_path):
     """A function of flags -> a run's folder with only the run.json that these flags give."""
     def begun(*flags, **changes):
-        held = config.without_places(settings_of(*flags).flat()) | NOTES | changes
+        held = config.without_local(settings_of(*flags).flat()) | NOTES | changes
         (tmp_path / "run").mkdir(exist_ok=True)
         write(tmp_path / "run" / "run.json", held)
         return str(tmp_path / "run")
