@@ -7,8 +7,8 @@ for exploration.
 For the linears after a norm this is the same as multiplying column i of their weight matrix by
 1 + noise_i / w_i (Appendix G), so D numbers perturb an entire matrix without touching the 4-bit
 kernels. q, k and v share the z of input_norm, gate and up that of post_norm; o, down and lm_head
-have none. The noise does not scale with w: it moves a channel with w = 0.1 ten times as far as one
-with w = 1.
+have none. The noise does not scale with w: relative to w, it moves a channel with w = 0.1 ten
+times as far as one with w = 1.
 
 Despite its name AQN is not adaptive: sigma follows a fixed schedule. It is 0 in the first of K
 stages (the rounding to 4 bits is noise enough), then starts at sigma_start and falls towards

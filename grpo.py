@@ -33,9 +33,9 @@ numbers: the ratio is 1, nothing is clipped, and the gradient is that of
 
     loss      = -sum over the tokens of weight * importance weight * advantage * log policy
 
-Several updates come from --epochs N, which trains N times (passes) on every row, and from
---updates-per-rollout N, which trains on one Nth of the groups at a time. The old log-probs cost no
-forward pass where the first update trains on every row, because it computes them anyway.
+Two flags make several updates: --epochs N trains on all rows N times, --updates-per-rollout N
+trains on one Nth of the groups at a time. If the first update trains on all rows, the old log-probs
+cost no forward pass, because the update computes them anyway.
 
 A weight is 1 / divisor. The divisor counts all rows or tokens of the update and is known before the
 first backward pass, so gradients of micro-batches and ranks are simply added up.

@@ -76,7 +76,7 @@ class AdamW:
 
     @classmethod
     def state_bytes(cls, parameters: int) -> int:
-        """Bytes of this optimizer's fp32 state for so many parameters."""
+        """Bytes of this optimizer's fp32 state for `parameters` parameters."""
         return 4 * len(cls.MOMENTS) * parameters
 
     def tensors(self) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class Learner:
 
     @classmethod
     def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
-        """Bytes of an adapter of so many parameters in training: the fp32 parameters and their
+        """Bytes of an adapter of `parameters` parameters in training: the fp32 ones and their
         gradient, the working copies in the model's dtype, and the optimizer's state.
         """
         return (4 + 4 + dtype.itemsize) * parameters + cls.OPTIMIZER.state_bytes(parameters)

@@ -38,7 +38,7 @@ from ops import add_mm, mm, mm_fp32
 from weights import read_peft, write_peft
 
 # -----------------------------------------------------------------------------
-# A linear, and the wide matrix: its formula in one product, with other rounding
+# A linear, and the wide matrix: the same formula in one product, rounded differently
 #
 # Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
 # second time. Instead the learner expands W into a buffer with P*R more columns and rows: s*B to

@@ -59,7 +59,7 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
     """The same rollouts, with `graded` filled in for each row: what samples.jsonl records of it.
 
     grade() returns a dict for each row. `task` is the reward: 1 or 0, or with --reward the sum of
-    the user's `parts` other than `shaping`. `format` is whether the answer has the form that the
+    the user's `parts` except `shaping`. `format` is whether the answer has the form that the
     prompt asked for, `finished` whether it ended before --max-new-tokens.
     Two values are added here: `shaping`, that part or 0, and `reward`, task + shaping, which is
     only logged: grpo.group_advantages takes the two separately.
