@@ -14,7 +14,7 @@ import prompts as prompts_py
 from files import UserError
 from harness.config import Data
 from prompts import Tokenizer, encode_prompts, split_problems, usable_problems
-from tasks.problems import Problem, load_problems
+from tasks.problems import Problem
 
 
 def text_of(tokenizer, ids):
@@ -158,15 +158,6 @@ def test_wrong_tokenizer_file_is_named(tmp_path, change):
         assert path.read_text() != old
     with pytest.raises(ValueError, match="tokenizer.json: "):
         Tokenizer(tmp_path)
-
-
-def test_tiny_tokenizer_splits_digits_and_has_spare_ids():
-    tokenizer = Tokenizer(TINY)
-    assert tokenizer.vocab_size < json.loads((TINY / "config.json").read_text())["vocab_size"]
-    assert [tokenizer.file.id_to_token(i) for i in tokenizer.end_ids] == ["<|endoftext|>", "<|im_end|>"]
-    assert len(tokenizer.encode("1234567890")) == 10
-    problems = encode_prompts(tokenizer, load_problems("arithmetic", "test")[:200], "boxed", 60)
-    assert len(problems) == 200                          # short prompts keep the CPU run short
 
 
 # -----------------------------------------------------------------------------
