@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from helpers import TINY, with_acting_adapter
+from helpers import TINY, run_main, with_acting_adapter
 
 import lora
 import model as qwen
@@ -48,12 +48,7 @@ def run_folder(tmp_path_factory):
 
 
 def main(monkeypatch, *arguments):
-    """Runs chat.main(). -> its exit code or error message, or None."""
-    monkeypatch.setattr(sys, "argv", ["chat.py", "--device", "cpu", *map(str, arguments)])
-    try:
-        return chat_py.main()
-    except SystemExit as stop:
-        return stop.code
+    return run_main(monkeypatch, chat_py, "--device", "cpu", *arguments)
 
 
 @pytest.mark.parametrize("style", STYLES)

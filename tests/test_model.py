@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import plain
+from helpers import FP32, plain
 from safetensors.torch import load_file
 from tiny_qwen2 import GROUPS, SHAPES, merged, plain_logits, random_adapter, set_adapter, write_folder
 
@@ -19,9 +19,6 @@ import nvfp4
 from model import RMSNorm, load, split_qkv
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
-# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of its size, and 20 such sums in a
-# row by 4e-5 if the errors add as noise. In practice: 1e-5.
-FP32 = 5e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import FP32
 from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
 
 import sampler as sampler_py
@@ -22,7 +23,6 @@ from lora import attach
 from model import load
 from sampler import KV_BLOCK, Rollouts, Row, Sampler, Sampling, TorchEngine, filter_logits, row_key, uniforms
 
-FP32 = 5e-5                                                               # on logits: as in test_model.py
 LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; a prefix is one token shorter
 
 
