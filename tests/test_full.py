@@ -14,7 +14,7 @@ import pytest
 import test_learner
 import test_train
 import torch
-from test_learner import ANY_NORM, LIMIT, TEMPERATURE, plain_gradient, some_rollouts
+from test_learner import ANY_NORM, TEMPERATURE, plain_gradient, some_batch
 from test_train import BY_LENGTH, RESUME, ROOT, kill_in
 from tiny_qwen2 import held_by
 
@@ -38,16 +38,8 @@ def some_model(case):
     return model, full.attach(model)
 
 
-def some_learner(model, loss="dapo", max_grad_norm=ANY_NORM, **changes):
-    return Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
-
-
-def some_step(model, loss, noise=0.15):
-    """-> a Batch and weights (B, L) that exclude row 5 from the loss, as in test_learner.py."""
-    rollouts = some_rollouts(model, noise)
-    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])
-    weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], loss, LIMIT)
-    return Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group")), weights
+def some_learner(model, **changes):
+    return Learner(model, dataclasses.replace(grpo.LOSSES["dapo"], **changes), TEMPERATURE, ANY_NORM)
 
 
 # -----------------------------------------------------------------------------
@@ -60,7 +52,7 @@ def test_gradient_matches_float64_autograd(tiny, shape, monkeypatch):
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model, correction="ppo")
-    batch, token_weights = some_step(model, learner.loss)
+    batch, token_weights = some_batch(learner)
     want, _, ratios = plain_gradient(case, case.tensors, batch, "dapo", learner.loss)
     assert ((ratios < 1 - learner.loss.clip_low) | (ratios > 1 + learner.loss.clip_high)).any()
     update = learner.update(batch, token_weights, lr=0.0)
@@ -78,7 +70,7 @@ def test_gradient_matches_float64_autograd(tiny, shape, monkeypatch):
 def test_gradient_ignores_micro_batches_and_kept_layers(tiny):
     model, weights = some_model(tiny["qwen3-tied"])
     learner = some_learner(model)
-    step = some_step(model, learner.loss)
+    step = some_batch(learner)
     learner.update(*step, lr=0.0)
     whole = weights.master.grad.clone()
     learner.micro_batch_tokens, learner.kept_layers = 40, 1

@@ -44,11 +44,15 @@ def some_step(tiny, loss="dapo", noise=0.15, base="bf16", dtype=None, max_grad_n
     """-> a learner, its adapter's tensors by PEFT's names, a Batch, weights (B, L) that leave out row 5."""
     model, tensors = adapted(tiny[shape], rank=RANK, alpha=ALPHA, base=base, dtype=dtype)
     learner = Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
-    rollouts = some_rollouts(model, noise)
+    return learner, tensors, *some_batch(learner, noise)
+
+
+def some_batch(learner, noise=0.15):
+    """-> a Batch, weights (B, L) that leave out row 5."""
+    rollouts = some_rollouts(learner.model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group has no advantage
-    batch = Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group"))
     weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
-    return learner, tensors, batch, weights
+    return Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group")), weights
 
 
 def plain_gradient(case, tensors, batch, name, loss):
