@@ -142,16 +142,12 @@ def test_sampler_applies_adapter(adapted, run, monkeypatch):
 
 @pytest.mark.parametrize("flags,names", [
     (["--samples", "0"], ["--samples"]), (["--limit", "-1"], ["--limit"]), (["--top-p", "0"], ["--top-p"]),
-    (["--temperature", "nan"], ["--temperature"]), (["--max-rows", "x"], ["--max-rows"]),
-    (["--sample", "4"], ["--sample"]),
+    (["--temperature", "nan"], ["--temperature"]), (["--sample", "4"], ["--sample"]),
     (["--samples", "4", "--temperature", "0"], ["--samples", "--temperature"]),
-    (["--max-new-tokens", "1020"], ["max_position_embeddings", "1024"]), (["--model", "nowhere"], ["--model nowhere"]),
+    (["--max-new-tokens", "1020"], ["max_position_embeddings", "1024"]), (["--reward", "no:f"], ["--reward no:f"]),
     (["--adapter", "nowhere"], ["nowhere/adapter_config.json"]), (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
-    (["--device", "abacus"], ["--device abacus"]), (["--device", "cuda:9"], ["--device cuda:9"]),
-    (["--reward", "no:f"], ["--reward no:f"]),
     (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere/run.json"]),
-    ([str(TINY)], ["run.json"]), (["--out", "taken.jsonl"], ["--out taken.jsonl"]),
-    (["--out", "taken.jsonl/x"], ["taken.jsonl"]), (["--out", "."], ["."]),
+    (["--out", "taken.jsonl"], ["--out taken.jsonl"]), (["--out", "taken.jsonl/x"], ["taken.jsonl"]),
     (["--samples", "2", "--temperature", "1e-45"], ["temperature"])])
 def test_wrong_input_is_named(flags, names, run, capsys):
     Path("taken.jsonl").write_text("{}")
