@@ -232,18 +232,6 @@ def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
         assert (gradient - gradients[0]).norm() < 1e-5 * gradients[0].norm()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_gradients_of_ranks_add_up(tiny, ranks):
-    learner, _, batch, weights = some_step(tiny)
-    learner.accumulate_gradient(batch, weights, 0, 1)
-    whole = learner.adapter.master.grad.clone()
-    learner.adapter.master.grad.zero_()
-    parts = [learner.accumulate_gradient(batch, weights, rank, ranks) for rank in range(ranks)]
-    assert (learner.adapter.master.grad - whole).norm() < 1e-5 * whole.norm()            # as with micro-batches
-    assert sum(part["tokens"] for part in parts if part) == sum(
-        len(row.completion) for b, row in enumerate(batch.rows) if weights[b].any() and batch.advantages[b] != 0)
-
-
 def test_row_from_another_rank_stops_the_pass(tiny):
     # Without its old log-probs, this pass would silently count as the first.
     learner, _, batch, weights = some_step(tiny)

@@ -9,9 +9,8 @@ import torch
 from helpers import adapted, tokens_of
 
 import nvfp4
-from lora import Linear, attach, load_adapter, save_adapter
+from lora import Linear, attach
 from model import load
-from sampler import Sampler, Sampling
 
 # -----------------------------------------------------------------------------
 # Forward
@@ -25,21 +24,6 @@ def test_a_starts_uniform_like_pefts_and_b_at_zero(tiny):
         assert abs(linear.a.mean()) < 0.1 * bound and not linear.b.any()
     first, other = (attach(model, rank=8, seed=seed).linears[0].a.clone() for seed in (0, 1))
     assert not torch.equal(first, other)
-
-
-def test_sampler_uses_the_adapter_loaded_last(tiny, tmp_path):
-    # As in a notebook that compares a run's adapters on one model.
-    case, answers = tiny["tied"], {}
-    fresh = load(case.folder, base="bf16", device="cpu")
-    sampler = Sampler(fresh, 40, 1)
-    for name, rank in (("a", 4), ("b", 3)):
-        trained, _ = adapted(case, rank=rank, seed=rank)
-        save_adapter(trained, tmp_path / name)
-        answers[name] = Sampler(trained, 40, 1).generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions
-    assert answers["a"] != answers["b"]
-    for name in ("a", "b", "a"):
-        load_adapter(fresh, tmp_path / name)
-        assert sampler.generate([[1, 2, 3]], 1, Sampling(30, seed=1)).completions == answers[name]
 
 
 def test_off_gives_the_base_and_back(tiny):

@@ -128,14 +128,6 @@ def test_bad_operands_are_named():
         pack(packed, (-scale.float()).to(torch.float8_e4m3fn), one)
     with pytest.raises(AssertionError, match="nan"):
         pack(packed, (scale.float() * float("nan")).to(torch.float8_e4m3fn), one)
-    with pytest.raises(AssertionError, match="K=24.*N=4"):
-        pack(packed[:, :12], scale, one)
-    with pytest.raises(AssertionError, match=r"\(4, 3\)"):
-        pack(packed, torch.ones(4, 3).to(torch.float8_e4m3fn), one)
-    with pytest.raises(AssertionError, match="float64"):
-        pack(packed, scale, one, torch.float64)
-    with pytest.raises(AssertionError, match="needs a Hopper GPU, the weight is on cpu"):
-        hopper_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
     for bad in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(AssertionError, match=f"global_scale must be above 0 and below .*, got {bad}"):
             pack(packed, scale, torch.tensor(bad))
