@@ -156,22 +156,16 @@ def test_quantized_model_matches_its_decoded_weights(tiny, tmp_path, shape, base
 # Log-probs without the (T, V) tensor
 
 
-def test_recomputed_layers_give_the_same_gradient(tiny):
-    model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
+def test_all_but_the_last_layers_are_recomputed(tiny):
+    """test_learner.py compares the gradients."""
+    model, rows, runs = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"]), []
     lora.attach(model, rank=4, alpha=8)
-    set_adapter(model, random_adapter(tiny["untied"].raw, 4))
-    gradients, runs = [], []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda layer, _: runs.append(layer))
     for kept in (0, 1, 2):
-        model.adapter.master.grad.zero_()
         runs.clear()
-        logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)
-        (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
-        gradients.append(model.adapter.master.grad.clone())
-        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # keeps the last
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
-    assert gradients[0].count_nonzero() > 0.9 * sum(t.numel() for t in random_adapter(tiny["untied"].raw, 4).values())
+        model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)[0].sum().backward()
+        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]
     assert model.embed.grad is None and model.final_norm.weight.grad is None
 
 

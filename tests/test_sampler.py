@@ -153,23 +153,6 @@ def test_default_pool_takes_half_of_the_process_limit():
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_end_ids_stop_and_stay_in_the_completion(tiny):
-    model, ends = load(tiny["tied"].folder, base="bf16", device="cpu"), {7, 60}
-    for engine in (TorchEngine, WindowEngine):
-        sampler = Sampler(model, max_length=40, max_rows=40, engine=engine)
-        rollouts = generate(sampler, prompts_of(101, (3, 8)), 20, max_new_tokens=30, end_ids=ends, temperature=2.0)
-        free = generate(sampler, prompts_of(101, (3, 8)), 20, max_new_tokens=30, temperature=2.0)
-        last = set()
-        for row, whole in zip(rollouts.rows, free.completions):
-            completion = row.completion
-            stop = next((t for t, token in enumerate(whole) if token in ends), None)
-            assert completion == (whole if stop is None else whole[:stop + 1])
-            assert row.finished == (stop is not None) and len(row.logprobs) == len(completion)
-            last.add(completion[-1] if row.finished else None)
-        assert last == {7, 60, None}
-        assert not any(finished(free))
-
-
 @pytest.mark.parametrize("top_k,top_p,temperature", [(5, 1.0, 0), (8, 0.8, 1.4)])
 def test_filtered_logprobs_cover_only_the_kept_tokens(tiny, top_k, top_p, temperature):
     case = tiny["tied"]
