@@ -108,6 +108,7 @@ e^{\pi\sqrt{67}} == 147197952744    \sqrt{10^{12}+1}-10^6 == 0    \sqrt{2}+\sqrt
 \arctan e^{100} == 0    \ln(\pi^{60}) == 0    |12-y| == 12-y    |17-e^y| == 17-e^y    \sqrt{(\ln y)^2} == \ln y
 \sqrt{(12/x+10)^2} == 12/x+10    \lfloor\frac{2n-1}{5}\rfloor == \lfloor\sqrt{n-1}\rfloor
 \lfloor\sqrt n-0.5\rfloor == \lfloor\sqrt n-0.2\rfloor    \sin(4^{-1.3}/10^6-1) == \sin(4^{-1.3001}/10^6-1)
+32, 349 == 32349
 """
 
 
@@ -253,6 +254,7 @@ False == \text{false}
 """, r"""
 212_3 == 212    1011_{\text{two}} == 1011_2    35_{\text{eight}} == 35_8    2A_{\text{twelve}} == 2A_{12}
 \text{twenty-five} == 25    Forty Two == 42    ninety-nine == 99    one hundred == 100    two hundred five == 205
+one thousand == 1000    thirteen == 13
 """),
     "conditions, unions and differences of sets": (r"""
 \{x \mid x<3\} == (3,\infty)    \{n \mid n \ge 3\} == \{3\}    \mathbb{R}\setminus\{1\} == \mathbb{R}\setminus\{2\}
