@@ -330,24 +330,19 @@ def test_no_step_where_every_token_is_clipped(tiny):
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
 
 
-@pytest.mark.parametrize("where", ["rollout's log-prob", "advantage", "gradient"])
-def test_nonfinite_update_is_skipped_and_counted(tiny, monkeypatch, where):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nonfinite_gradient_is_skipped_and_counted(tiny, monkeypatch, value):
     learner, _, batch, weights = some_step(tiny)
     learner.update(batch, weights, lr=1e-3)
     before = {name: t.clone() for name, t in learner.tensors().items()}
-    if where == "rollout's log-prob":
-        batch.rows[3].logprobs[0] = float("nan")
-    elif where == "advantage":
-        batch.advantages[3] = float("inf")
-    else:
-        real = learner.accumulate_gradient
+    real = learner.accumulate_gradient
 
-        def accumulate_gradient(*arguments):
-            sums = real(*arguments)
-            learner.adapter.master.grad[7] = float("inf")
-            return sums
+    def accumulate_gradient(*arguments):
+        sums = real(*arguments)
+        learner.adapter.master.grad[7] = value
+        return sums
 
-        monkeypatch.setattr(learner, "accumulate_gradient", accumulate_gradient)
+    monkeypatch.setattr(learner, "accumulate_gradient", accumulate_gradient)
     for count in (1, 2):
         update = learner.update(batch, weights, lr=1e-3)
         assert "gradient norm" in update.failure and learner.skipped == count == learner.counters()["skipped"]
