@@ -654,6 +654,11 @@ def test_graphed_prefill_writes_what_an_eager_one_does(gen):
         model.layers[1].input_norm.noise.normal_(0, 0.1)
 
 
+def test_engine_follows_the_device():
+    assert sampler.engine_for(torch.device("cpu")) is sampler.TorchEngine
+    assert sampler.engine_for(torch.device("cuda")) is decode.GraphEngine
+
+
 @pytest.mark.parametrize("sm,kernels,want", [
     (90, None, "hopper"), (90, "portable", "portable"), (89, None, "portable"), (100, None, "portable"),
     (86, "hopper", None)])
