@@ -1,6 +1,6 @@
 """
-Writes chat_reference.json: eight conversations rendered by Qwen's own chat templates, with thinking on and off.
-test_prompts.py compares prompts.py with them.
+Renders the conversations in chat_reference.json again, with Qwen's own chat templates and thinking on and off, and
+writes the texts there. test_prompts.py compares prompts.py with them.
 
     pip install -r requirements.txt
     pip download --no-deps trl==1.16.0 unsloth==2026.10.9
@@ -36,31 +36,8 @@ from prompts import Tokenizer
 
 FILES = {"qwen2.5": "qwen2_5", "qwen3": "qwen3", "instruct": "qwen3_instruct_2507"}
 MODES = {"qwen2.5": ["off"], "qwen3": ["off", "on"], "instruct": ["off"], "thinking": ["on"]}
-
-
-def chat(*turns):
-    return [dict(zip(("role", "content"), turn)) for turn in turns]
-
-
-CONVERSATIONS = [
-    chat(("user", "What is 2+3?")),
-    chat(("system", "Be brief."), ("user", "What is 2+3?\nPlease reason step by step.")),
-    chat(("user", "2+3?"), ("assistant", "It is 5."), ("user", "And 3+4?")),
-    chat(("user", "2+3?"), ("assistant", "<think>\nTwo and three.\n</think>\n\nIt is 5."), ("user", "And 3+4?")),
-    chat(("system", "Be brief."), ("user", "2+3?"), ("assistant", "<think>\nHm.\n</think>\n\nIt is 5."),
-         ("user", "And 3+4?"), ("assistant", "<think>\n\n</think>\n\nIt is 7.\n"), ("user", "And 4+5?")),
-    # An answer whose thinking was opened by the prompt, one without line breaks, one with nothing but thinking.
-    chat(("user", "2+3?"), ("assistant", "Two and three.\n</think>\n\nIt is 5."), ("user", "And 3+4?"),
-         ("assistant", "<think>Hm.</think>It is 7."), ("user", "And 4+5?"), ("assistant", "<think>\nHm.\n</think>"),
-         ("user", "Well?")),
-    # An answer that thinks twice, one with unclosed thinking, one without thinking that starts with a line break.
-    chat(("user", "2+3?"), ("assistant", "<think>\n1\n</think>\n\n4. <think>\n2\n</think>\n\n\nNo, 5."),
-         ("user", "Yes?"), ("assistant", "<think>\nLet me see"), ("user", "Go on."), ("assistant", "\nIt is 5. "),
-         ("user", " Thanks\n")),
-    # A system message in the middle, tags in system and user messages, other scripts.
-    chat(("system", "Write <think> and </think>."), ("user", "½ of 六 é, {{ 1 }}?"), ("assistant", "3 {% if %}"),
-         ("system", "Now in German."), ("user", "What does </think> mean? <think>")),
-]
+FILE = HERE / "chat_reference.json"
+CONVERSATIONS = json.loads(FILE.read_text(encoding="utf-8"))["conversations"]
 
 
 def templates(trl, unsloth):
@@ -104,7 +81,7 @@ def main():
                     sys.exit(f"{name}, thinking {thinking}: the template writes\n{text}\nand prompts.py\n{made}")
     digests = {name: hashlib.sha256(template.encode()).hexdigest() for name, template in found.items()}
     reference = {"templates_sha256": digests, "conversations": CONVERSATIONS, "texts": texts}
-    (HERE / "chat_reference.json").write_text(json.dumps(reference, indent=1, ensure_ascii=False) + "\n")
+    FILE.write_text(json.dumps(reference, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

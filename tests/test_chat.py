@@ -8,11 +8,10 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jinja2
 import pytest
-from helpers import TEMPLATES, TINY, save_tokenizer, with_acting_adapter
+from helpers import TINY, run_main, with_acting_adapter
 
 import lora
 import model as qwen
@@ -49,12 +48,7 @@ def run_folder(tmp_path_factory):
 
 
 def main(monkeypatch, *arguments):
-    """Runs chat.main(). -> its exit code or error message, or None."""
-    monkeypatch.setattr(sys, "argv", ["chat.py", "--device", "cpu", *map(str, arguments)])
-    try:
-        return chat_py.main()
-    except SystemExit as stop:
-        return stop.code
+    return run_main(monkeypatch, chat_py, "--device", "cpu", *arguments)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -74,27 +68,6 @@ def test_conversation_matches_chat_template(style, tokenizer, model, monkeypatch
         assert tokenizer.file.decode(asked[-1], skip_special_tokens=False) == text
         messages.append({"role": "assistant", "content": answer})
     assert asked[1].count(tokenizer.stop) == text.count("<|im_end|>") - 1  # the question's own stays text
-
-
-@pytest.mark.parametrize("name,thinking,end,begun", [
-    ("qwen3", "off", "<think>\n\n</think>\n\n", ""), ("qwen3", "on", "", "<think>\n"),
-    ("thinking", "on", "<think>\n", "")])
-def test_thinking_is_dropped_from_earlier_answers(name, thinking, end, begun, tmp_path):
-    save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
-    tokenizer = Tokenizer(tmp_path, thinking)
-    asked = []
-
-    def generate(prompts, *more):
-        asked.append(tokenizer.file.decode(prompts[0], skip_special_tokens=False))
-        completion = tokenizer.encode(begun + "One.\n</think>\n\nIt is 3.") + [tokenizer.stop]
-        return SimpleNamespace(rows=[SimpleNamespace(completion=completion, finished=True)])
-
-    chat = Chat(tokenizer, SimpleNamespace(generate=generate, max_length=999), "plain", Sampling(99, tokenizer.end_ids))
-    for question in ("1+2?", "3+4?"):
-        chat.ask(question)
-    first = "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
-    second = "It is 3.<|im_end|>\n<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n"
-    assert asked == [first + end, first + second + end]
 
 
 def test_full_conversation_is_reported_and_empty_line_restarts(tokenizer, model, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from files import Stopped, UserError
 from harness import folder as folder_py
-from harness.folder import RunFolder, claim, ending_with, signals_wait, trim_log
+from harness.folder import RunFolder, claim, ending_with, trim_log
 
 
 @pytest.fixture
@@ -195,39 +195,15 @@ def test_calibrated_base_of_a_failed_start_is_offered(tmp_path):
         claim(tmp_path, False)
 
 
-def test_resume_writes_the_adapter_that_a_kill_prevented(tmp_path):
-    written = []
-    for resume in (False, True):
-        folder = RunFolder(tmp_path, some_live(), lambda tensors, path: written.append(tensors["master"]))
-        folder.start({}, resume)
-        if not resume:
-            folder.snapshot({"step": 2})
-            folder.save_checkpoint()                                     # a kill would come here
-    assert len(written) == 1 and torch.equal(written[0], some_live()["master"])
-
-
 # -----------------------------------------------------------------------------
 # How a run ends
 
-def test_stopped_escapes_except_exception():
-    assert not issubclass(Stopped, Exception)
 
-
-def test_signal_waits_until_block_ends(handlers):
-    done, before = [], [signal.getsignal(number) for number in folder_py.STOP_SIGNALS]
-    with pytest.raises(Stopped, match="stopped by SIGTERM"):
-        with signals_wait():
-            os.kill(os.getpid(), signal.SIGTERM)
-            done.append("log")
-    assert done == ["log"] and [signal.getsignal(number) for number in folder_py.STOP_SIGNALS] == before
-
-
-@pytest.mark.parametrize("error", [Stopped("stopped"), OSError("disk full"), UserError("x.json: bad"),
-                                   torch.OutOfMemoryError("no room\nsecond line")])
-def test_expected_error_is_one_line_and_saves_step(handlers, error):
+def test_out_of_memory_is_one_line_and_saves_step(handlers):
+    """test_train.py ends runs by signals, full disks, a reward's error and wrong input."""
     with pytest.raises(SystemExit) as stop:
         with ending_with(lambda: "step 7 is saved", str):
-            raise error
+            raise torch.OutOfMemoryError("no room\nsecond line")
     assert "step 7 is saved" in stop.value.code and "\n" not in stop.value.code
 
 

@@ -5,32 +5,26 @@ python -m pytest tests/test_convert.py -v
 """
 import json
 import shutil
-import sys
 
 import pytest
 import torch
-from helpers import TINY, same_bytes, with_acting_adapter
+from helpers import TINY, run_main, same_bytes, with_acting_adapter
 from safetensors.torch import load_file, save_file
+from test_weights import quantized
 from tiny_qwen2 import write_folder
 
 import calibrate
 import lora
 import model as qwen
-import nvfp4
 import weights
 from prompts import STYLES
 from tasks.problems import epoch_order
 from tools import convert
-from weights import ModelFolder, Shards, load_nvfp4
+from weights import ModelFolder, Shards
 
 
 def run(monkeypatch, *arguments):
-    """Runs convert.main(). -> None, or its error message."""
-    monkeypatch.setattr(sys, "argv", ["convert.py", "--device", "cpu", *map(str, arguments)])
-    try:
-        return convert.main()
-    except SystemExit as stop:
-        return stop.code
+    return run_main(monkeypatch, convert, "--device", "cpu", *arguments)
 
 
 # -----------------------------------------------------------------------------
@@ -48,21 +42,9 @@ def bf16(tiny, tmp_path):
 def test_converted_folder_equals_quantizing_in_memory(bf16, tiny, tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, "nvfp4", bf16, tmp_path / "out") is None
     assert capsys.readouterr().out.startswith(f"{tmp_path}/out: ")
-    tensors = dict(tiny["untied"].tensors)
-    after = Shards(tmp_path / "out")
-    for i in range(2):
-        for group in ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj",
-                      "mlp.gate_proj mlp.up_proj", "mlp.down_proj"):   # share a global scale
-            names = [f"model.layers.{i}.{name}" for name in group.split()]
-            weights = [tensors.pop(f"{name}.weight") for name in names]
-            scale = nvfp4.global_scale_for(*weights)
-            for name, w in zip(names, weights):
-                got = load_nvfp4(after, name)
-                want = nvfp4.quantize(w, scale)
-                assert after.get(f"{name}.weight_global_scale").tolist() == [1 / scale.item()]
-                assert all(same_bytes(a.reshape(-1), b.reshape(-1)) for a, b in zip(got, want)), name
-                assert f"{name}.weight" not in after.names
-    assert all(torch.equal(after.get(name), tensor) for name, tensor in tensors.items())
+    want, after = quantized(tiny["untied"]), Shards(tmp_path / "out")
+    assert after.names.keys() == want.keys()
+    assert all(same_bytes(after.get(name), tensor) for name, tensor in want.items())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["hidden_size"] == 128 and config["quantization_config"]["format"] == "nvfp4-pack-quantized"
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"

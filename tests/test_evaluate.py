@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import TEMPLATES, TINY, thinking_tiny, with_acting_adapter
 
 import evaluate
@@ -120,38 +119,17 @@ def adapted(tiny_nvfp4):
     return with_acting_adapter(qwen.load(tiny_nvfp4, "nvfp4", "cpu"))
 
 
-def test_sampler_applies_adapter(adapted, run, monkeypatch):
-    lora.save_adapter(adapted, "adapter")
-    adapted.live_vocab = Tokenizer(TINY).vocab_size
-    score, seen = evaluate.rewards.grade_rows, []
-    monkeypatch.setattr(evaluate.rewards, "grade_rows", lambda *given: seen.append(given[2]) or score(*given))
-    run(*BASIC, "--limit", 4, "--adapter", "adapter")
-    assert len(seen) == 4
-    for row, in seen:
-        prompt, completion = row.prompt, row.completion
-        with torch.no_grad():
-            on, _ = adapted.token_logprobs([prompt + completion], [len(prompt)])
-            with adapted.adapter.off():
-                off, _ = adapted.token_logprobs([prompt + completion], [len(prompt)])
-        assert torch.allclose(on, row.logprobs, atol=1e-4)
-        assert (off - row.logprobs).abs().mean() > 0.1
-
-
 # -----------------------------------------------------------------------------
 # Wrong input
 
 @pytest.mark.parametrize("flags,names", [
     (["--samples", "0"], ["--samples"]), (["--limit", "-1"], ["--limit"]), (["--top-p", "0"], ["--top-p"]),
-    (["--temperature", "nan"], ["--temperature"]), (["--max-rows", "x"], ["--max-rows"]),
-    (["--sample", "4"], ["--sample"]),
+    (["--temperature", "nan"], ["--temperature"]), (["--sample", "4"], ["--sample"]),
     (["--samples", "4", "--temperature", "0"], ["--samples", "--temperature"]),
-    (["--max-new-tokens", "1020"], ["max_position_embeddings", "1024"]), (["--model", "nowhere"], ["--model nowhere"]),
+    (["--max-new-tokens", "1020"], ["max_position_embeddings", "1024"]), (["--reward", "no:f"], ["--reward no:f"]),
     (["--adapter", "nowhere"], ["nowhere/adapter_config.json"]), (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
-    (["--device", "abacus"], ["--device abacus"]), (["--device", "cuda:9"], ["--device cuda:9"]),
-    (["--reward", "no:f"], ["--reward no:f"]),
     (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere/run.json"]),
-    ([str(TINY)], ["run.json"]), (["--out", "taken.jsonl"], ["--out taken.jsonl"]),
-    (["--out", "taken.jsonl/x"], ["taken.jsonl"]), (["--out", "."], ["."]),
+    (["--out", "taken.jsonl"], ["--out taken.jsonl"]), (["--out", "taken.jsonl/x"], ["taken.jsonl"]),
     (["--samples", "2", "--temperature", "1e-45"], ["temperature"])])
 def test_wrong_input_is_named(flags, names, run, capsys):
     Path("taken.jsonl").write_text("{}")

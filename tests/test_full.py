@@ -14,7 +14,7 @@ import pytest
 import test_learner
 import test_train
 import torch
-from test_learner import ANY_NORM, LIMIT, TEMPERATURE, plain_gradient, some_rollouts
+from test_learner import ANY_NORM, TEMPERATURE, plain_gradient, some_batch
 from test_train import BY_LENGTH, RESUME, ROOT, kill_in
 from tiny_qwen2 import held_by
 
@@ -24,7 +24,7 @@ import grpo
 import lora
 from files import UserError
 from harness.config import read_settings
-from learner import AdamW, Batch, Learner
+from learner import Batch, Learner
 from model import load
 from sampler import Sampler, Sampling
 from tools import convert
@@ -38,16 +38,8 @@ def some_model(case):
     return model, full.attach(model)
 
 
-def some_learner(model, loss="dapo", max_grad_norm=ANY_NORM, **changes):
-    return Learner(model, dataclasses.replace(grpo.LOSSES[loss], **changes), TEMPERATURE, max_grad_norm)
-
-
-def some_step(model, loss, noise=0.15):
-    """-> a Batch and weights (B, L) that exclude row 5 from the loss, as in test_learner.py."""
-    rollouts = some_rollouts(model, noise)
-    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])
-    weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], loss, LIMIT)
-    return Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group")), weights
+def some_learner(model, **changes):
+    return Learner(model, dataclasses.replace(grpo.LOSSES["dapo"], **changes), TEMPERATURE, ANY_NORM)
 
 
 # -----------------------------------------------------------------------------
@@ -60,7 +52,7 @@ def test_gradient_matches_float64_autograd(tiny, shape, monkeypatch):
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model, correction="ppo")
-    batch, token_weights = some_step(model, learner.loss)
+    batch, token_weights = some_batch(learner)
     want, _, ratios = plain_gradient(case, case.tensors, batch, "dapo", learner.loss)
     assert ((ratios < 1 - learner.loss.clip_low) | (ratios > 1 + learner.loss.clip_high)).any()
     update = learner.update(batch, token_weights, lr=0.0)
@@ -78,7 +70,7 @@ def test_gradient_matches_float64_autograd(tiny, shape, monkeypatch):
 def test_gradient_ignores_micro_batches_and_kept_layers(tiny):
     model, weights = some_model(tiny["qwen3-tied"])
     learner = some_learner(model)
-    step = some_step(model, learner.loss)
+    step = some_batch(learner)
     learner.update(*step, lr=0.0)
     whole = weights.master.grad.clone()
     learner.micro_batch_tokens, learner.kept_layers = 40, 1
@@ -121,17 +113,6 @@ def test_sampler_follows_learner_and_saved_model_reloads(tiny, shape, tmp_path):
     tokens = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         assert torch.equal(again(tokens), model(tokens))
-
-
-def test_training_takes_18_bytes_per_parameter(tiny, monkeypatch):
-    monkeypatch.setattr(Learner, "OPTIMIZER", AdamW)
-    model = load(tiny["tied"].folder, "bf16", "cpu", torch.bfloat16)
-    weights = full.attach(model)
-    learner = some_learner(model)
-    held = sum(t.nbytes for t in learner.tensors().values()) + weights.master.grad.nbytes + weights.working.nbytes
-    # Less for norms and biases, which need no working copy; more for the optimizer's counter.
-    assert 0.98 * 18 < held / weights.master.numel() <= 18.01
-    assert learner.state_bytes(100, model.dtype) == 1800
 
 
 # -----------------------------------------------------------------------------

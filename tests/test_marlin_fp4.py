@@ -128,14 +128,6 @@ def test_bad_operands_are_named():
         pack(packed, (-scale.float()).to(torch.float8_e4m3fn), one)
     with pytest.raises(AssertionError, match="nan"):
         pack(packed, (scale.float() * float("nan")).to(torch.float8_e4m3fn), one)
-    with pytest.raises(AssertionError, match="K=24.*N=4"):
-        pack(packed[:, :12], scale, one)
-    with pytest.raises(AssertionError, match=r"\(4, 3\)"):
-        pack(packed, torch.ones(4, 3).to(torch.float8_e4m3fn), one)
-    with pytest.raises(AssertionError, match="float64"):
-        pack(packed, scale, one, torch.float64)
-    with pytest.raises(AssertionError, match="needs a Hopper GPU, the weight is on cpu"):
-        hopper_matmul(torch.zeros(1, 32).bfloat16(), pack(packed, scale, one))
     for bad in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(AssertionError, match=f"global_scale must be above 0 and below .*, got {bad}"):
             pack(packed, scale, torch.tensor(bad))
@@ -188,26 +180,14 @@ def test_schedule_covers_every_tile_once(N, K, M, R):
 
 def test_schedule_by_hand():
     """3 bands of 5 tiles in stripes of 3, and LoRA's A, on 8 multiprocessors with one program each."""
-    plan = plan_stripes(3 * 128, 5 * 128, 1, 32, marlin_fp4.PortableConfig(8, 3, 1, 4, 4), 8)
+    config = marlin_fp4.PortableConfig(8, 3, 1, 4, 4)
+    plan = plan_stripes(3 * 128, 5 * 128, 1, 32, config, 8)
     assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_stripe=2, a_programs=3, programs=8, slabs=3)
-
-
-@pytest.mark.parametrize("multiprocessors", [8, 132])
-@pytest.mark.parametrize("R", [0, 384, 1536])
-@pytest.mark.parametrize("N,K", [(128, 128), (4608, 896), (896, 4608)])
-def test_schedule_leaves_w_half_of_the_places(N, K, R, multiprocessors):
-    for M in (1, 16, 64, 193, 2048):
-        config = marlin_fp4.portable_config(M, (8, 6))
-        places = max(1, multiprocessors * config.programs_per_sm // -(-M // config.BM))
-        plan = plan_stripes(N, K, M, R, config, multiprocessors)
-        k_tiles = -(-K // 128)
-        tiles, a_most = -(-N // 128) * k_tiles, -(-k_tiles // (4 if M <= 32 else 2))
-        of_w = plan.programs - plan.a_programs
-        assert of_w == -(-tiles // plan.stripe) and 2 * of_w >= min(places, tiles)
-        if plan.programs > places:
-            for stripe in range(1, tiles + 1):               # no stripe would fit in one wave
-                of_w, of_a = -(-tiles // stripe), -(-R // 64) * -(-k_tiles // min(stripe, a_most))
-                assert of_w + of_a > places or 2 * of_w < min(places, tiles)
+    # An A of 6 x 64 rows takes 6 x 3 programs, so W gets half of the first wave in a third one: 24 places.
+    plan = plan_stripes(3 * 128, 5 * 128, 1, 384, config, 8)
+    assert plan == marlin_fp4.StripePlan(k_tiles=5, stripe=3, a_stripe=2, a_programs=18, programs=23, slabs=3)
+    plan = plan_stripes(128, 8 * 128, 1, 0, config, 8)                # no A: a tile for each multiprocessor
+    assert plan == marlin_fp4.StripePlan(k_tiles=8, stripe=1, a_stripe=1, a_programs=0, programs=8, slabs=8)
 
 
 def pieces(column, k_tiles, stripe):

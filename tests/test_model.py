@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import plain
+from helpers import FP32, plain
 from safetensors.torch import load_file
 from tiny_qwen2 import GROUPS, SHAPES, merged, plain_logits, random_adapter, set_adapter, write_folder
 
@@ -19,9 +19,6 @@ import nvfp4
 from model import RMSNorm, load, split_qkv
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
-# Logits reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of its size, and 20 such sums in a
-# row by 4e-5 if the errors add as noise. In practice: 1e-5.
-FP32 = 5e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -158,41 +155,17 @@ def test_quantized_model_matches_its_decoded_weights(tiny, tmp_path, shape, base
 # -----------------------------------------------------------------------------
 # Log-probs without the (T, V) tensor
 
-@pytest.mark.parametrize("temperature,live_vocab", [(1.0, 101), (0.6, 101), (1.7, 90)])
-def test_token_logprobs_match_log_softmax(tiny, temperature, live_vocab):
-    case = tiny["tied"]
-    model = load(case.folder, base="bf16", device="cpu")
-    model.live_vocab = live_vocab
-    rows = [[t % live_vocab for t in row] for row in ragged_rows(case)]
-    starts = [3, 1, 20, 1, 11]                                            # the last row scores one token
-    with torch.no_grad():
-        logprobs, entropy = model.token_logprobs(rows, starts, temperature)
-    want, want_entropy = [], []
-    for row, start in zip(rows, starts):
-        logits = plain_logits(case.raw, case.tensors, row)[start - 1:-1, :live_vocab] / temperature
-        log_p = logits.log_softmax(-1)
-        want.append(log_p.gather(1, torch.tensor(row[start:])[:, None])[:, 0])
-        want_entropy.append(-(log_p.exp() * log_p).sum(-1))
-    assert (logprobs - torch.cat(want)).abs().max() < FP32
-    assert (entropy - torch.cat(want_entropy)).abs().max() < FP32
 
-
-def test_recomputed_layers_give_the_same_gradient(tiny):
-    model, rows = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"])
+def test_all_but_the_last_layers_are_recomputed(tiny):
+    """test_learner.py compares the gradients."""
+    model, rows, runs = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"]), []
     lora.attach(model, rank=4, alpha=8)
-    set_adapter(model, random_adapter(tiny["untied"].raw, 4))
-    gradients, runs = [], []
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda layer, _: runs.append(layer))
     for kept in (0, 1, 2):
-        model.adapter.master.grad.zero_()
         runs.clear()
-        logprobs, _ = model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)
-        (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
-        gradients.append(model.adapter.master.grad.clone())
-        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]     # keeps the last
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
-    assert gradients[0].count_nonzero() > 0.9 * sum(t.numel() for t in random_adapter(tiny["untied"].raw, 4).values())
+        model.token_logprobs(rows, [1] * len(rows), kept_layers=kept)[0].sum().backward()
+        assert [runs.count(layer) for layer in model.layers] == [2 - (kept == 2), 2 - (kept > 0)]
     assert model.embed.grad is None and model.final_norm.weight.grad is None
 
 

@@ -108,36 +108,14 @@ def test_ties_go_to_the_even_code():
     assert dequantize(*quantize(w, torch.tensor(1.0), offsets=[0]))[0].tolist() == half + [-x for x in half]
 
 
-def test_every_weight_gets_the_nearest_code():
-    torch.manual_seed(0)
-    w = torch.randn(64, 256)
-    packed, block_scale, global_scale = quantize(w)
-    scale = (block_scale.double() * global_scale.double()).repeat_interleave(16, dim=1)
-    levels = torch.tensor([e2m1(code) for code in range(16)], dtype=torch.float64)
-    nearest = (w.double()[..., None] - scale[..., None] * levels).abs().amin(-1)
-    error = (w.double() - dequantize(packed, block_scale, global_scale, torch.float32).double()).abs()
-    # Codes are chosen in fp32, so next to a tie the other neighbor can win by 2^-23 of the weight.
-    assert (error <= nearest + 2**-22 * w.double().abs()).all()
-
-
 @pytest.mark.parametrize("amax,scale", [(2688.0, 1.0), (2689.0, 2.0), (1344.0, 0.5), (1.0, 2.0**-11), (0.0, 1.0)])
 def test_global_scale_is_the_smallest_unsaturated_power_of_two(amax, scale):
     w = torch.zeros(2, 16)                                 # 2688 = 6 * 448: the largest code and scale
     w[1, 5] = -amax
-    assert global_scale_for(w).item() == scale
+    assert global_scale_for(w).item() == global_scale_for(w / 64, w, w / 8).item() == scale       # of all parts
     packed, block_scale, global_scale = quantize(w)
     # The block's scale has 4 significant bits, so its largest weight comes back within 1/16.
     assert abs(dequantize(packed, block_scale, global_scale)[1, 5].item() + amax) <= amax / 16
-
-
-def test_shared_global_scale_harms_no_part():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(64, 64) * 3, torch.randn(16, 64) * 0.1, torch.randn(16, 64) * 0.02
-    shared = global_scale_for(q, k, v)
-    assert shared == global_scale_for(q) > global_scale_for(v)
-    for w in (q, k, v):
-        alone, together = ((w - dequantize(*quantize(w, scale))).norm() / w.norm() for scale in (None, shared))
-        assert together < 1.01 * alone, (together, alone)
 
 
 def test_nonfinite_weights_are_refused():
@@ -155,22 +133,6 @@ def test_ragged_k_is_refused(base, block):
         FORMATS[base].quantize(torch.zeros(2, 3 * block // 2))
 
 
-@pytest.mark.parametrize("base,lo,hi", [
-    ("bf16", 0.0, 0.0), ("nvfp4", 0.08, 0.1), ("mxfp4", 0.1, 0.12), ("nf4", 0.08, 0.1)])
-def test_relative_error_of_each_format_on_normal_weights(base, lo, hi):
-    torch.manual_seed(0)
-    w = torch.randn(128, 512).bfloat16() * 0.02
-    encode, decode = FORMATS[base]
-    error = ((decode(*encode(w)).float() - w.float()).norm() / w.float().norm()).item()
-    assert lo <= error <= hi, error
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_zeros_stay_zeros(base):
-    encode, decode = FORMATS[base]
-    assert not decode(*encode(torch.zeros(3, 64))).any()
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_encoding_in_chunks_changes_nothing(base, monkeypatch):
     torch.manual_seed(0)
@@ -180,15 +142,6 @@ def test_encoding_in_chunks_changes_nothing(base, monkeypatch):
     monkeypatch.setattr(nvfp4, "WEIGHTS_AT_A_TIME", 3 * 128)        # 3 rows at a time, 1 in the last chunk
     chunked = encode(w)
     assert all(same_bytes(a, b) for a, b in zip(whole, chunked)) and torch.equal(decode(*whole), decode(*chunked))
-
-
-def test_mxfp4_scale_moves_up_for_weights_that_round_to_8():
-    w = torch.zeros(2, 32)
-    w[:, 0] = torch.tensor([6.99, 7.0])
-    w[:, 1] = 0.5
-    packed, block_scale = nvfp4.quantize_mxfp4(w, offsets=[0])
-    assert block_scale.flatten().tolist() == [127, 128]                         # 2^0 and 2^1
-    assert nvfp4.dequantize_mxfp4(packed, block_scale)[:, :2].tolist() == [[6.0, 0.5], [8.0, 0.0]]
 
 
 # -----------------------------------------------------------------------------
@@ -234,14 +187,6 @@ def test_relatively_tiny_blocks_become_zeros(amax):
     packed, block_scale, global_scale = quantize(w)
     assert block_scale[1].item() == 0.125 and not dequantize(packed, block_scale, global_scale)[1].any()
     assert block_scale[2].item() > 0 and dequantize(packed, block_scale, global_scale)[2].any()
-
-
-def test_searched_block_scale_stays_in_range():
-    w = torch.zeros(3, 16)
-    w[0, 0], w[1, 0] = 2688.0, 1e-6                        # needs the largest scale; needs less than the smallest
-    _, block_scale, _ = quantize(w, torch.tensor(1.0))
-    assert block_scale.flatten().tolist() == [448.0, 0.125, 0.125]
-    assert not dequantize(*quantize(w, torch.tensor(1.0)))[1:].any()
 
 
 # -----------------------------------------------------------------------------

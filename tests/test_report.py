@@ -9,10 +9,10 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
+from helpers import run_main
 
 from tools import report
 
@@ -46,12 +46,7 @@ def write_run(folder, samples=SAMPLES, held_out=(), **flags):
 
 
 def run(monkeypatch, *arguments):
-    """Runs report.main(). -> None, or its error message."""
-    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, arguments)])
-    try:
-        return report.main()
-    except SystemExit as stop:
-        return stop.code
+    return run_main(monkeypatch, report, *arguments)
 
 
 def data_of(path):
