@@ -91,7 +91,10 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
             import pyarrow.parquet
         except ImportError:
             raise UserError(f"{path}: reading parquet needs pip install pyarrow") from None
-        return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
+        try:
+            return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
+        except pyarrow.ArrowException as error:
+            raise UserError(f"{path}: is not a parquet file ({first_line(error)})") from None
     text = read_text(path)
     if path.suffix == ".json":
         rows = parse_json(text, path)

@@ -125,8 +125,11 @@ def save(model: Qwen, master: Tensor, folder: Path) -> None:
     new = folder.with_name(f".{folder.name}.new")
     save_model(model.adapter.tensors(master), model.folder.path, new,
                {"trained_from": model.folder.name})
-    shutil.rmtree(folder, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        folder.rename(old)
     new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------

@@ -40,9 +40,10 @@ least squared error. A smaller scale can win too: it clips the largest weight, b
 15 better. With only the usual scale (offset 0), codes and scales equal those of compressed-tensors
 (NVFP4, MXFP4) and bitsandbytes (NF4, whose first code of a byte is in the HIGH nibble).
 
-The global scale is a power of two, so learner and sampler use the same W to the last bit. A code
+Our global scale is a power of two, so learner and sampler use the same W to the last bit. A code
 has 2 significant bits and a block scale 4, so their product is exact in bf16. Hence it makes no
 difference that the learner rounds W to bf16, and that the sampler multiplies by global_scale last.
+(Other quantizers' global scales are no powers of two: there the learner's W is rounded to bf16.)
 q, k and v share a global scale, and so do gate and up, because inference engines fuse them.
 
 Not here: codes that compensate for each other's errors (calibrate.py), 4-bit activations, NF4's

@@ -150,16 +150,17 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     is right, anything else is wrong.
     """
     group_size = len(rows) // max(len(problems), 1)  # a rank may have no problems
-    texts = [tokenizer.decode(row.completion) for row in rows]
+    completions = [tokenizer.decode(row.completion) for row in rows]
+    # `opened` is the <think> at the end of the prompt. An answer that never closes it is
+    # "truncated".
+    texts = [tokenizer.opened + completion for completion in completions]
     graded = []
     for i, (row, text) in enumerate(zip(rows, texts)):
         problem = problems[i // group_size]
-        # `opened` is the <think> at the end of the prompt. An answer that never closes it is
-        # "truncated".
-        verdict = grade(tokenizer.opened + text, problem.answer, problem.question, style)
+        verdict = grade(text, problem.answer, problem.question, style)
         found = {
             "id": problem.id, "question": problem.question, "answer": problem.answer,
-            "prompt": tokenizer.decode(row.prompt), "completion": text,
+            "prompt": tokenizer.decode(row.prompt), "completion": completions[i],
             "extracted": verdict.answer, "rule": verdict.rule,
             "correct": float(verdict.correct), "format": float(verdict.format),
             "length": int(row.mask.sum()), "finished": row.finished,

@@ -122,8 +122,9 @@ class ModelFolder:
     def choose_base(self, base: str | None) -> str:
         """--base -> the format of the linears, by default NVFP4.
 
-        A folder into which tools.convert merged an adapter, or that --train full wrote, defaults to
-        16 bits: 4 bits round away most of what training changed. Asking for them prints a warning.
+        base None, if the user did not choose: 16 bits for a folder into which tools.convert merged
+        an adapter, or that --train full wrote, since 4 bits round away most of what training
+        changed. Asking for 4 bits, as train.py always does, prints a warning.
         """
         trained = self.config.get("merged_adapter") or self.config.get("trained_from")
         if self.config.get("quantization_config"):       # has no 16 bits to keep
@@ -192,6 +193,12 @@ def open_tensors(path: Path) -> safe_open:
         raise UserError(f"{path}: is cut off, or not a safetensors file ({error})") from None
 
 
+def stamp(path: Path) -> tuple[int, int]:
+    """Changes when a file is replaced or written to."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns
+
+
 class Shards:
     """The tensors of a folder: of model.safetensors, or of the files that
     model.safetensors.index.json names. names: tensor name -> file.
@@ -209,11 +216,16 @@ class Shards:
         # Whatever an index says, it leads only to files in its own folder.
         paths = sorted({self.folder / Path(file).name for file in files})
         self.names = {name: path for path in paths for name in open_tensors(path).keys()}
+        self.stamps = {path: stamp(path) for path in paths}
 
     def _file_with(self, name):
         if name not in self.names:
             raise UserError(f"{self.folder}: has no tensor {name} in its safetensors files")
-        return open_tensors(self.names[name])
+        path = self.names[name]
+        # --train full replaces its model folder: half an old model and half a new one is neither.
+        if stamp(path) != self.stamps[path]:
+            raise UserError(f"{path}: was replaced while it was read; read it again")
+        return open_tensors(path)
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """A tensor as it is stored. UserError if no file has it. Its file is mapped into memory

@@ -42,15 +42,18 @@ class Watch:
         self.warned = False                      # of a drift
 
     def see(self, metrics: dict, updates: list) -> None:
-        """Stopped after PATIENCE steps whose updates were all skipped.
+        """Stopped after PATIENCE steps whose updates were all skipped; steps without a row to train
+        on do not count.
 
         metrics: the step's line of metrics.jsonl; updates: what Learner.update() returned.
         """
-        self.skipped = self.skipped + 1 if all(update.failure for update in updates) else 0
+        trained = [update for update in updates if update.sums]
+        if trained:                              # a step without a row to train on tells nothing
+            self.skipped = self.skipped + 1 if all(one.failure for one in trained) else 0
         self.idle = self.idle + 1 if metrics["groups"] == 0 else 0
-        if self.skipped == PATIENCE:
+        if trained and self.skipped == PATIENCE:
             gather([])                           # when one rank ends, torchrun ends all
-            raise Stopped(f"every update of {PATIENCE} steps was skipped ({updates[-1].failure}): "
+            raise Stopped(f"every update of {PATIENCE} steps was skipped ({trained[-1].failure}): "
                           f"--lr {self.settings.optim.lr} may be too high, or the --reward too "
                           "large", "")
         if self.idle and self.idle % PATIENCE == 0:

@@ -172,6 +172,10 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
             held = {name: row[name] for name in names if name in row} or list(row)
             raise UserError(f"{where}: no {what}: expected it in {' or '.join(names)}, the row has "
                             f"{short_repr(held)}")
+    try:
+        (question + (answer or "") + (system or "")).encode()
+    except UnicodeEncodeError as error:          # JSON allows "\ud800", half of a pair
+        raise UserError(f"{where}: is not Unicode text ({error})") from None
     names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
     name = next(str(name) for name in names if name is not None)
     return Problem(name, question, answer or "", row=row, system=system)

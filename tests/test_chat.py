@@ -72,12 +72,14 @@ def test_conversation_matches_chat_template(style, tokenizer, model, monkeypatch
 
 def test_full_conversation_is_reported_and_empty_line_restarts(tokenizer, model, capsys, monkeypatch):
     chat = new_chat(tokenizer, model, length=120)
+    answers, ask = [], chat.ask
+    monkeypatch.setattr(chat, "ask", lambda question: answers.append(ask(question)) or answers[-1])
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n" * 3 + f"\n{QUESTIONS[0]}\n"))
     chat_py.talk(chat)
     out, err = capsys.readouterr()
     assert "no room" in err and "120" in err
-    first, *_, last, end = out.split("> ")[1:]
-    assert end == "" and last == first != ""
+    assert out == "".join(chat_py.printable(answer) + "\n" for answer in answers)       # and nothing else
+    assert answers[0] == answers[-1] != ""
 
 
 def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatch, capsys):

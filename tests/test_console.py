@@ -19,8 +19,8 @@ def settings(**changes):
     return Settings.of(dict(lr=1e-3, steps=4, data="gsm8k") | changes)
 
 
-def update(failure=""):
-    return SimpleNamespace(failure=failure)
+def update(failure="", rows=3):
+    return SimpleNamespace(failure=failure, sums={"tokens": rows} if rows else {})
 
 
 def test_run_stops_only_if_all_recent_updates_were_skipped():
@@ -29,7 +29,8 @@ def test_run_stops_only_if_all_recent_updates_were_skipped():
         watch.see(METRICS, skipped)
     watch.see(METRICS, [skipped[0], update()])                            # one update is not skipped
     for _ in range(PATIENCE - 1):
-        watch.see(METRICS, skipped)
+        watch.see(METRICS, [skipped[0], update(rows=0)])                  # an empty minibatch says nothing,
+        watch.see(METRICS, [update(rows=0)])                              # nor does a step with nothing to learn
     with pytest.raises(Stopped, match="a gradient was not finite.*--lr 0.001") as stop:
         watch.see(METRICS, skipped)
     assert stop.value.then == ""

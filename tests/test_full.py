@@ -28,6 +28,7 @@ from learner import Batch, Learner
 from model import load
 from sampler import Sampler, Sampling
 from tools import convert
+from weights import Shards
 
 runs = test_train.runs                           # the fixture
 FAMILIES = ["tied", "untied", "qwen3-tied", "qwen3-untied"]
@@ -105,7 +106,10 @@ def test_sampler_follows_learner_and_saved_model_reloads(tiny, shape, tmp_path):
     assert torch.equal(weights.working, weights.working.bfloat16().float())
 
     full.save(model, weights.master.data.clone(), tmp_path / "model")
+    half_read = Shards(tmp_path / "model")
     full.save(model, weights.master.data.clone(), tmp_path / "model")     # replaces the first
+    with pytest.raises(UserError, match="replaced"):
+        half_read.get("model.norm.weight")
     again = load(tmp_path / "model", "bf16", "cpu")
     held = held_by(again)
     assert all(torch.equal(t, held[name]) for name, t in held_by(model).items())
@@ -126,7 +130,7 @@ def test_killed_run_resumes_bit_for_bit_and_evaluates(runs, monkeypatch, tmp_pat
     runs.run("full", *FLAGS, model=tiny)
     kills = {"in step 2": ("harness.folder", "append_lines", 5, False),
              "before the new model takes the old one's place": ("full", "save_model", 2, True),
-             "between the old model and the new one": ("pathlib", "Path.rename", 3, False)}
+             "between the old model and the new one": ("pathlib", "Path.rename", 4, False)}
     for n, kill in enumerate(kills.values()):
         runs.run("cut", *(RESUME if n else FLAGS), model=tiny, code=-signal.SIGKILL,
                  fault=functools.partial(kill_in, *kill))

@@ -61,7 +61,7 @@ def test_after_hashes_only_commas_of_thousands_are_removed(gold, read):
     ('{"question": {"a": 1}, "answer": "1"}', "question.*'a': 1"),
     ('{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}], "answer": 1}', "question"),
     ('{"question": "q", "answer": "1"', "JSON"), ('["q", "1"]', "object"), ("[" * 100_000, "JSON"),
-    ('{"question": "q", "answer": NaN}', "NaN"),
+    ('{"question": "q", "answer": NaN}', "NaN"), (r'{"question": "q \ud800", "answer": "1"}', "Unicode"),
 ])
 def test_a_bad_row_is_an_error_with_file_and_line(tmp_path, line, said):
     path = tmp_path / "bad.jsonl"
@@ -93,6 +93,9 @@ def test_parquet_gives_the_same_problems(tmp_path):
     import pyarrow.parquet  # noqa: F811
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "x.parquet")
     assert load_problems(str(tmp_path / "x.parquet")) == PROBLEMS
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-50])
+    with pytest.raises(UserError, match="cut.parquet"):
+        load_problems(str(tmp_path / "cut.parquet"))
 
 
 def test_a_reward_needs_no_gold_answer_and_sees_every_field(tmp_path):

@@ -272,9 +272,15 @@ def test_grade_rows():
     ("tags", "<answer>5</answer>", 0, 0, "truncated")])
 def test_thinking_opened_by_the_prompt(style, completion, correct, form, rule):
     tokenizer = SimpleNamespace(opened="<think>\n", decode=lambda ids: completion)
+    seen = []
+    def plug_in(text, problem, group, **about):
+        seen.extend([text, *group])
+        return {}
+
     row, = grade_rows(tokenizer, [SimpleNamespace(id="a", question="q", answer="5", prompt=[0])],
-                      [Row([], [0], torch.tensor([-1.0]), finished=True)], style)
+                      [Row([], [0], torch.tensor([-1.0]), finished=True)], style, plug_in)
     assert (row["correct"], row["format"], row["rule"]) == (correct, form, rule)
+    assert seen == ["<think>\n" + completion] * 2                         # a user's reward grades the same text
     assert row["completion"] == completion                                # what the model wrote
 
 

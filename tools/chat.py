@@ -60,13 +60,14 @@ def printable(text: str) -> str:
 
 def talk(chat: Chat) -> None:
     """Answers each line of stdin until it ends."""
-    if sys.stdin.isatty():
+    typed = sys.stdin.isatty()
+    if typed:
         with suppress(ImportError):              # Windows has none; its terminal edits lines itself
             import readline  # noqa: F401        # the arrow keys edit a line and bring back others
     print("an empty line starts a new conversation, Ctrl-D quits", file=sys.stderr)
     while True:
         try:
-            question = input("> ").strip()
+            question = input("> " if typed else "").strip()
             if question:
                 print(printable(chat.ask(question)), flush=True)
             else:
