@@ -310,7 +310,7 @@ class Weight:
     """A frozen weight W (N, K) in one of the formats; NVFP4 on a GPU is a marlin_fp4.PackedWeight.
 
     tensors, dequantize: the format's. dtype: of W once it is decoded, and of the x that it
-    multiplies. nbytes: size of the tensors.
+    multiplies.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], dequantize: Callable, shape: tuple[int, int],
@@ -320,7 +320,6 @@ class Weight:
         self.N, self.K = shape
         self.dtype = dtype
         self.device = tensors[0].device
-        self.nbytes = sum(t.nbytes for t in tensors)
         self.dense = None                        # W decoded, kept on a CPU
 
     def dequantize(self, out: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes co
 class Extraction(NamedTuple):
     """An answer and the rule that found it."""
     answer: str | None
-    rule: str          # box, tag, marker, none or truncated (an unclosed <think>)
+    rule: str          # box, tag, marker, none or unclosed (a <think> without its end)
 
 
 def extract(text: str) -> Extraction:
@@ -42,7 +42,7 @@ def extract(text: str) -> Extraction:
     turns = filter(str.strip, END_OF_TURN.split(text))
     text = next(turns, "").rpartition("</think>")[2]
     if "<think>" in text:
-        return Extraction(None, "truncated")
+        return Extraction(None, "unclosed")
     tail = text[-MAX_TAIL:]
     tagged = [answer.strip() for answer in TAG.findall(tail) if answer.strip()]
     found = {"box": last_box(text), "tag": tagged[-1] if tagged else "",
@@ -152,7 +152,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     group_size = len(rows) // max(len(problems), 1)  # a rank may have no problems
     completions = [tokenizer.decode(row.completion) for row in rows]
     # `opened` is the <think> at the end of the prompt. An answer that never closes it is
-    # "truncated".
+    # "unclosed".
     texts = [tokenizer.opened + completion for completion in completions]
     graded = []
     for i, (row, text) in enumerate(zip(rows, texts)):

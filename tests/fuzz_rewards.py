@@ -84,7 +84,7 @@ def examine(a, b):
     grade(f"Answer: {a}", b)
     boxed = grade(f"so \\boxed{{{a}}} it is", b, f"What is ${b}$?").rule
     wrong = {"not symmetric": is_equal(a, b) != is_equal(b, a), "not reflexive": is_equal(a, a) != (a.strip() != ""),
-             "truncated": boxed == "truncated" and "<think>" not in a}
+             "unclosed": boxed == "unclosed" and "<think>" not in a}
     return [what for what in wrong if wrong[what]], time.process_time() - start
 
 

@@ -100,7 +100,7 @@ def test_ids_beyond_the_tokenizer_are_never_sampled(run, monkeypatch):
     assert len(highest) == 32 and max(highest) < 0
 
 
-@pytest.mark.parametrize("name,rules", [("thinking", {"truncated": 20}), ("qwen3", {"box": 20})])
+@pytest.mark.parametrize("name,rules", [("thinking", {"unclosed": 20}), ("qwen3", {"box": 20})])
 def test_unclosed_thinking_is_wrong(name, rules, tmp_path, run):
     # The tiny model never thinks: it boxes a number at once.
     model = thinking_tiny(tmp_path / "model", TEMPLATES[name])

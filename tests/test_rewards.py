@@ -42,10 +42,10 @@ def boxed(answer):
     (r"\boxed{5} or \boxed{5}", "5", "box"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}", "box"),
     ("<think>\\boxed{1}</think>\\boxed{2}<|im_end|>\\boxed{3}", "2", "box"),
-    ("<think>let me see \\boxed{42}", None, "truncated"),      # cut off while thinking
+    ("<think>let me see \\boxed{42}", None, "unclosed"),      # cut off while thinking
     ("<think>\\boxed{42}</think> no idea", None, "none"),
     ("<think>\n\\boxed{1}\n</think>\n\n\\boxed{2}", "2", "box"),
-    ("<think>1</think> 2 <think>\\boxed{3}", None, "truncated"), ("<think>\n", None, "truncated"),
+    ("<think>1</think> 2 <think>\\boxed{3}", None, "unclosed"), ("<think>\n", None, "unclosed"),
     ("<think>1</think>\\boxed{2}<think>3</think> or \\boxed{4}", "4", "box"),
     ("<answer>41</answer> <answer> 42 </answer><answer></answer>", "42", "tag"),
     ("#### 1,234\nmore\n#### 72", "72", "marker"),
@@ -266,10 +266,10 @@ def test_grade_rows():
 
 @pytest.mark.parametrize("style,completion,correct,form,rule", [
     ("boxed", "Hm.\n</think>\n\n\\boxed{5}", 1, 1, "box"),
-    ("boxed", "Maybe \\boxed{5}, let me check", 0, 0, "truncated"),        # boxed while thinking
+    ("boxed", "Maybe \\boxed{5}, let me check", 0, 0, "unclosed"),        # boxed while thinking
     ("boxed", "Is it \\boxed{5}?\n</think>\n\nNo idea.", 0, 0, "none"),
     ("tags", "Hm.</think> <answer>5</answer>", 1, 1, "tag"),
-    ("tags", "<answer>5</answer>", 0, 0, "truncated")])
+    ("tags", "<answer>5</answer>", 0, 0, "unclosed")])
 def test_thinking_opened_by_the_prompt(style, completion, correct, form, rule):
     tokenizer = SimpleNamespace(opened="<think>\n", decode=lambda ids: completion)
     seen = []
