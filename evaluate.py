@@ -33,7 +33,7 @@ from harness import config, memory
 from harness.config import Settings, add_flag, number
 from harness.setup import choose_device, configure_cpu
 from prompts import Tokenizer, digest_of, encode_prompts, split_problems
-from ranks import say
+from ranks import WORLD, say
 from sampler import Sampler, Sampling, Sequence
 from tasks import plugin
 from tasks.answers import can_read
@@ -71,6 +71,8 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     style: the default of --prompt-style without a run.
     """
     args = parser.parse_args()
+    if WORLD > 1:
+        raise UserError(f"runs as one process, not as {WORLD} ranks: start it without torchrun")
     run = None
     if args.run:
         run = config.settings_of_run(args.run)

@@ -155,6 +155,12 @@ def test_unreadable_golds_are_left_out(tmp_path, run):
         run(*BASIC, "--data", "none.jsonl")
 
 
+def test_several_ranks_are_rejected(run, monkeypatch):
+    monkeypatch.setattr(evaluate, "WORLD", 2)
+    with pytest.raises(SystemExit, match="torchrun"):
+        run(*BASIC)
+
+
 # -----------------------------------------------------------------------------
 # --out, and Ctrl-C
 
