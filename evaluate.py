@@ -33,9 +33,10 @@ from harness import config, memory
 from harness.config import Settings, add_flag, number
 from harness.setup import choose_device, configure_cpu
 from prompts import Tokenizer, digest_of, encode_prompts, split_problems
-from ranks import say
+from ranks import WORLD, say
 from sampler import Sampler, Sampling, Sequence
 from tasks import plugin
+from tasks.answers import can_read
 from tasks.figures import evaluation_figures, sampler_entropy
 from tasks.problems import has_test_split, load_problems
 from weights import ModelFolder, read_peft_config, tell_other_conditions, training_conditions
@@ -70,6 +71,8 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     style: the default of --prompt-style without a run.
     """
     args = parser.parse_args()
+    if WORLD > 1:
+        raise UserError(f"runs as one process, not as {WORLD} ranks: start it without torchrun")
     run = None
     if args.run:
         run = config.settings_of_run(args.run)
@@ -166,8 +169,9 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
     """The problems, with prompts: of --data, or those that the run held out; with --limit, the
     test split of the run's data if it has one. Sets args.data to where they come from.
 
-    UserError if the run's data has changed: what is now the end of a file may be what the run was
-    trained on.
+    Without --reward, problems whose answer the grader cannot read are left out and counted, as in
+    training. UserError if none is left, or if the run's data has changed: what is now the end of a
+    file may be what the run was trained on.
     """
     held = run and run.data
     if not args.data and args.limit is not None and (held.eval_data or has_test_split(held.data)):
@@ -184,7 +188,13 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         if before != digest_of(trained_on + problems):
             raise UserError(f"{args.run} was trained on other problems or prompts than "
                             f"{args.data} has now: choose problems with --data")
-    problems = problems[:args.limit or None]
+    readable = [problem for problem in problems if args.reward or can_read(problem.answer)]
+    unreadable = counted(len(problems) - len(readable), "problem")
+    if not readable:
+        raise UserError(f"{args.data}: {unreadable}, and the grader can read the answer of none")
+    if len(readable) < len(problems):
+        say(f"{args.data}: {unreadable} left out, whose answers the grader cannot read")
+    problems = readable[:args.limit or None]
     say(f"{counted(len(problems), 'problem')} of {args.data}")
     return encode_prompts(tokenizer, problems, args.prompt_style)
 

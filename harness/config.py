@@ -127,7 +127,8 @@ class Noise:
     """adaptive quantization noise (AQN)"""
     sigma_start: float = setting(0.0, "standard deviation of the noise (sigma) in the first noisy "
                                  "stage; 0: no noise (paper: 1e-2)", "[0, 10]")
-    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "(0, 10]")
+    # A sigma of 1e-46 would be 0 in fp32.
+    sigma_end: float = setting(5e-4, "sigma that the schedule decays towards", "[1e-9, 10]")
     noise_stages: int = setting(10, "stages of the schedule; the first has no noise (as in "
                                 "the paper)", "[2, 2e9]")
     noise_schedule: str = setting("exponential", "how sigma decays", choices=aqn.SCHEDULES)

@@ -157,6 +157,8 @@ def claim(folder: Path, resume: bool) -> None:
         advice = f", or --resume --out {folder}" if "run.json" in found else ""
         if found == ["base"]:                    # the set-up of a run failed after its calibration
             advice = f", and --model {folder / 'base'}, which is calibrated already"
+        if all(name.startswith(".base.") for name in found):     # files.new_folder's
+            advice = ", or empty this one: a run was killed there while it calibrated"
         raise UserError(f"--out {folder} is not empty, it contains {found[0]}: choose another "
                         f"folder{advice}")
 

@@ -95,7 +95,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
         check_unchanged(earlier, flags)
     conditions = training_conditions(model.folder, settings.model.base,
                                      settings.data.prompt_style, settings.data.thinking)
-    if settings.model.adapter:
+    if starting_adapter(settings):
         tell_other_conditions(settings.model.adapter, conditions)
     optim = settings.optim
     learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
@@ -162,10 +162,11 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     all weights trainable.
     """
     wanted, general = settings.model, settings.general
-    folder.download()
     base = folder.choose_base(wanted.base)
     count = calibration_problems(wanted, device, folder.config)
     calibrated = Path(general.out) / "base"      # a resumed run may have it, whatever the default
+    if not calibrated.exists():
+        folder.download()                        # on every rank: a wait for rank 0 has a timeout
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
@@ -174,15 +175,21 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
         folder = ModelFolder(calibrated)
     model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
-    # A run that was killed before its first checkpoint starts from --adapter again.
-    continues = checkpoints_in(Path(general.out, "checkpoints"))
+    adapter = starting_adapter(settings)
     if wanted.train == "full":
         full.attach(model)
-    elif wanted.adapter and not continues:
-        lora.load_adapter(model, wanted.adapter)
+    elif adapter:
+        lora.load_adapter(model, adapter)
     else:
         lora.attach(model, wanted.lora_rank, wanted.lora_alpha, general.seed)
     return model
+
+
+def starting_adapter(settings: Settings) -> str | None:
+    """--adapter; None once the run has a checkpoint, which replaces it."""
+    # A run that was killed before its first checkpoint starts from --adapter again.
+    saved = checkpoints_in(Path(settings.general.out, "checkpoints"))
+    return None if saved else settings.model.adapter
 
 
 def loss_of(objective: Objective) -> grpo.Loss:

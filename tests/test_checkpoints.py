@@ -195,6 +195,14 @@ def test_calibrated_base_of_a_failed_start_is_offered(tmp_path):
         claim(tmp_path, False)
 
 
+def test_killed_calibration_is_named_and_kept(tmp_path):
+    cut_off = tmp_path / ".base.x1y2z3w4"
+    cut_off.mkdir()
+    with pytest.raises(UserError, match=f"{cut_off.name}.* calibrated"):
+        claim(tmp_path, False)
+    assert cut_off.exists()
+
+
 # -----------------------------------------------------------------------------
 # How a run ends
 

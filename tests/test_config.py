@@ -50,7 +50,7 @@ def run(tmp_path):
     *((flag, ("0", "-1", "nan", "inf")) for flag in ("--lr", "--max-grad-norm", "--temperature", "--memory-gib",
                                                      "--lora-alpha", "--sigma-end", "--clip-high")),
     *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--sigma-start")),
-    ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
+    ("--sigma-end", ("1e-50",)), ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
     ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
     ])
 def test_value_out_of_range_is_rejected(flag, values, capsys):
@@ -62,7 +62,7 @@ def test_value_out_of_range_is_rejected(flag, values, capsys):
 
 
 @pytest.mark.parametrize("flags", [
-    "--warmup 0", "--warmup 1", "--sigma-start 0",
+    "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-end 1e-9 --sigma-start 1e-9",
     "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16 --prompts-per-step 16"])
 def test_edge_of_range_is_accepted(flags):

@@ -141,6 +141,26 @@ def test_wrong_input_is_named(flags, names, run, capsys):
     assert Path("taken.jsonl").read_bytes() == before
 
 
+def test_unreadable_golds_are_left_out(tmp_path, run):
+    """Also those that a run with a reward of its own never had to read."""
+    golds = ["7", r"2^{\aleph_0}"] * 30
+    rows = [json.dumps({"question": f"{i} + 1?", "answer": gold}) + "\n" for i, gold in enumerate(golds)]
+    Path("sums.jsonl").write_text("".join(rows))
+    Path("none.jsonl").write_text("".join(rows[1::2]))
+    figures = run(*BASIC, "--data", "sums.jsonl", "--limit", 2, "--out", "a.jsonl")
+    assert figures["n"] == 2 and [row["id"] for row in read("a.jsonl")] == ["sums-1", "sums-3"]
+    run_folder(tmp_path / "run", data=str(tmp_path / "sums.jsonl"), reward="mine:length")
+    assert asked(run, "--reward", "none") == ["sums-57", "sums-59"]
+    with pytest.raises(SystemExit, match="none.jsonl: 30 problems"):
+        run(*BASIC, "--data", "none.jsonl")
+
+
+def test_several_ranks_are_rejected(run, monkeypatch):
+    monkeypatch.setattr(evaluate, "WORLD", 2)
+    with pytest.raises(SystemExit, match="torchrun"):
+        run(*BASIC)
+
+
 # -----------------------------------------------------------------------------
 # --out, and Ctrl-C
 

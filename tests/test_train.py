@@ -365,6 +365,11 @@ def test_reward_sees_all_fields_and_may_set_correct(runs):
     assert "targets.jsonl: problems or prompts differ" in log.splitlines()[-1]
 
 
+def only_the_base_has_weights():
+    import weights
+    weights.ModelFolder.download = lambda folder: folder.path.name == "base" or 1 / 0
+
+
 def test_calibrated_run_keeps_and_resumes_its_own_base(runs):
     flags = "--steps 2 --save-every 1 --reward my_rewards:by_length".split()
     log = runs.run("calibrated", *flags, "--calibrate", "4")
@@ -379,7 +384,7 @@ def test_calibrated_run_keeps_and_resumes_its_own_base(runs):
     written = {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
     whole = runs.metrics("calibrated")
     shutil.rmtree(runs.folder / "calibrated/checkpoints/step_000002")
-    log = runs.run("calibrated", "--resume", "--reward", "my_rewards:by_length")
+    log = runs.run("calibrated", "--resume", "--reward", "my_rewards:by_length", fault=only_the_base_has_weights)
     assert log.count("KL(") == 1 and runs.metrics("calibrated") == whole
     assert written == {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
 
@@ -476,6 +481,8 @@ def test_run_from_adapter_reports_differences_and_resumes_after_early_kill(runs,
     assert len(runs.lines("killed-early")) == 1 and not (runs.folder / "killed-early" / "checkpoints").exists()
     runs.run("killed-early", *RESUME)
     assert runs.same("killed-early", "from-given")
+    (runs.folder / given).rename(runs.folder / "moved")                   # its checkpoint replaces it
+    runs.run("killed-early", *RESUME)
 
 
 def test_finished_run_can_be_moved_and_extended(runs, longer):

@@ -54,7 +54,9 @@ def write_merged(args: argparse.Namespace) -> None:
     if trained.train == "full":
         raise UserError(f"{args.source}: was trained with --train full, so there is no adapter to "
                         f"merge; the model is {Path(args.source) / 'model'}")
-    device = choose_device(args.device, args.source, settings.memory.kernels)
+    # Merging does not decode: of the run's --kernels, only torch says something about the card.
+    kernels = "torch" if settings.memory.kernels == "torch" else None
+    device = choose_device(args.device, args.source, kernels)
     adapter = Path(args.source) / "adapter"
     folder = ModelFolder(trained.model)
     model = qwen.load(folder, trained.base, device)
