@@ -1,5 +1,5 @@
 """
-Calibrates NVFP4 codes with GPTQ (arXiv 2210.17323), layer by layer, in the memory of one layer.
+Calibrates NVFP4 codes with GPTQ (arXiv 2210.17323), with one 16-bit layer in memory at a time.
 
     python -m tools.convert nvfp4 SRC OUT --calibrate 128      writes a calibrated folder
     python train.py --calibrate 128                            calibrates, then trains

@@ -213,9 +213,10 @@ def limits_at_start(earlier: dict | None, limits: memory.Limits) -> memory.Limit
 
 def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
                   max_prompt_tokens: int, num_held_out: int,
-                  began: memory.Limits | None = None) -> Sampler:
+                  first_limits: memory.Limits | None = None) -> Sampler:
     """-> the sampler of the learner's model, with its KV pool. Sets the learner's
-    micro_batch_tokens and kept_layers. began: see limits_at_start; replaces `limits` if it fits.
+    micro_batch_tokens and kept_layers. first_limits: see limits_at_start; replaces `limits` if it
+    fits.
     """
     model = learner.model
     longest = max_prompt_tokens + rollout.max_new_tokens
@@ -228,9 +229,9 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
             return memory.Plan(model, limits, max_prompt_tokens, rollout.max_new_tokens, answers,
                                learner.loss.needs_reference)
         try:
-            plan = plan_of(began or limits)
+            plan = plan_of(first_limits or limits)
         except UserError as error:
-            if not began:
+            if not first_limits:
                 raise
             say(f"the memory plan that the run started with does not fit ({error}); with another "
                 "one, results may differ in the last digits from an uninterrupted run")
@@ -241,9 +242,9 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
         tokens = plan.micro_batch_tokens
         kept_layers = plan.dry_step().kept_layers
     else:
-        rows = min((began or limits).max_rows or memory.MAX_ROWS[0], answers)
-        sampler = Sampler(model, longest, rows, (began or limits).kv_gib)
-        tokens = (began or limits).micro_batch_tokens or learner.micro_batch_tokens
+        rows = min((first_limits or limits).max_rows or memory.MAX_ROWS[0], answers)
+        sampler = Sampler(model, longest, rows, (first_limits or limits).kv_gib)
+        tokens = (first_limits or limits).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations are cheaper to keep than to recompute.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
     tokens = min(gather([tokens]))               # ranks share one list, so all must cut it alike
@@ -265,9 +266,9 @@ def begin(run: Run) -> Progress:
     about = env.provenance(hardware)
     if earlier:
         for what in ("hardware", "program"):     # a program may set a tool or an optimizer
-            began_with = earlier["about"].get(what, about[what])
-            if began_with != about[what]:
-                say(f"{what} was {began_with}, is now {about[what]}: results may differ from an "
+            was = earlier["about"].get(what, about[what])
+            if was != about[what]:
+                say(f"{what} was {was}, is now {about[what]}: results may differ from an "
                     "uninterrupted run")
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.restore(counters)
