@@ -193,10 +193,10 @@ class Learner:
 
     @torch.no_grad()
     def compute_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
-        """Computes batch.old of all rows before the first of several updates on different rows, at
-        the cost of a forward pass. A loss that clips around the rollout needs none.
+        """Computes batch.old of all rows, at the cost of a forward pass. Needed before the first of
+        several updates on different rows, unless the loss clips around the rollout.
 
-        minibatches: the weights of each.
+        minibatches: the token weights of each.
         """
         if grpo.CORRECTIONS[self.loss.correction].proximal != "old":
             return

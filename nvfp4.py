@@ -43,7 +43,7 @@ least squared error. A smaller scale can win too: it clips the largest weight, b
 Our global scale is a power of two, so learner and sampler use the same W to the last bit. A code
 has 2 significant bits and a block scale 4, so their product is exact in bf16. Hence it makes no
 difference that the learner rounds W to bf16, and that the sampler multiplies by global_scale last.
-(Other quantizers' global scales are no powers of two: there the learner's W is rounded to bf16.)
+(Other quantizers' global scales are usually not powers of two: there the learner's W is rounded.)
 q, k and v share a global scale, and so do gate and up, because inference engines fuse them.
 
 Not here: codes that compensate for each other's errors (calibrate.py), 4-bit activations, NF4's

@@ -61,8 +61,8 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
     grade() returns a dict for each row. `task` is the reward: 1 or 0, or with --reward the sum of
     the user's `parts` except `shaping`. `format` is whether the answer has the form that the
     prompt asked for, `finished` whether it ended before --max-new-tokens.
-    Two values are added here: `shaping`, that part or 0, and `reward`, task + shaping, which is
-    only logged: grpo.group_advantages takes the two separately.
+    Adds `shaping`, that part or 0, and `reward`, task + shaping, which is only logged, since
+    grpo.group_advantages takes the two separately.
     """
     for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
         shaping = found.get("parts", {}).get("shaping", 0.0)

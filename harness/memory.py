@@ -36,7 +36,7 @@ What is free is assigned in this order:
     4. to activations, of as many layers as fit;
     5. if that is all layers, to the pool, up to its useful size.
 
-What remains stays free; the table counts it under activations. Without --max-rows, 512 rows are
+What remains stays unused; the table counts it under activations. Without --max-rows, 512 rows are
 decoded at a time if all of this fits for 512, else 256.
 
 A run that cannot fit is refused at one of two places. check_size() estimates from config.json
