@@ -178,6 +178,12 @@ class Tokenizer:
         """The prompt of a question; system None: with the template's own system message, if any."""
         return self.turns([("system", system)] * bool(system) + [("user", text)])
 
+    def user_turn(self, text: str) -> list[int]:
+        """What stands between the <|im_end|> of one answer and the next answer: a user's turn."""
+        ids = self.turns([("user", "?"), ("assistant", "."), ("user", text)])
+        *_, answered, _ = (i for i, token in enumerate(ids) if token == self.stop)
+        return ids[answered + 1:]
+
     def turns(self, turns: list[Turn]) -> list[int]:
         """The prompt of a conversation that ends with the user's turn:
 

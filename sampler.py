@@ -111,6 +111,20 @@ class Row:
         if self.mask is None:
             self.mask = torch.ones(len(self.completion), dtype=torch.bool)
 
+    def with_text(self, ids: list[int]) -> "Row":
+        """This row and a tool's or a user's tokens, which were not sampled. Its continuation is
+        sampled from prompt + completion.
+        """
+        none = torch.zeros(len(ids))
+        return Row(self.prompt, self.completion + ids, torch.cat([self.logprobs, none]), False,
+                   torch.cat([self.mask, none.bool()]), self.graded)
+
+    def continued(self, turn: "Row") -> "Row":
+        """This row and its next turn, whose prompt is this row's prompt + completion."""
+        return Row(self.prompt, self.completion + turn.completion,
+                   torch.cat([self.logprobs, turn.logprobs]), turn.finished,
+                   torch.cat([self.mask, turn.mask]), self.graded)
+
 
 @dataclass
 class Rollouts:

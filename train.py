@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import math
 import operator
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -272,15 +273,22 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         run.watch.see(metrics, updates)          # it may end the run
 
 
-def main() -> None:
-    with env.one_line("train.py"):           # a user error ends in one line, not a traceback
-        settings, earlier = read_settings()
+def main(arguments: list[str] | None = None,
+         change: Callable = lambda run: (run, sample_answers)) -> Run:
+    """Runs a training run. arguments: the command line, by default sys.argv's.
+
+    change(run) -> the run, perhaps with another `grade`, and the function that samples: see
+    examples/calculator.py and examples/try_again.py.
+    """
+    with env.one_line(Path(sys.argv[0]).name):   # a user error ends in one line, not a traceback
+        settings, earlier = read_settings(arguments)
         claim(Path(settings.general.out), earlier is not None)    # no other run writes there
-        run = prepare(settings, earlier)
+        run, sample = change(prepare(settings, earlier))
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
-        train(run)
+        train(run, sample)
         console.farewell(settings)
+    return run
 
 
 if __name__ == "__main__":

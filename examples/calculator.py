@@ -19,15 +19,8 @@ import re
 import sys
 from pathlib import Path
 
-import env  # isort: skip; its settings come before torch
-
-import torch
-
 import train
 from files import read_log
-from harness.config import read_settings
-from harness.folder import claim, ending_with
-from harness.setup import prepare
 from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.arithmetic import arithmetic
 from tasks.problems import Problem
@@ -55,12 +48,13 @@ class Turns:
     """A function like train.sample_answers, for answers of several turns."""
 
     def __init__(self, tokenizer, tool=calculate, calls=("=", " =")):
-        """tool(the answer so far, its problem) -> the text to append. calls: texts that end a turn,
-        one token each.
+        """tool(the answer so far, its problem) -> the text to append. calls: texts whose last token
+        ends a turn; no control tokens, see try_again.py for <|im_end|>.
         """
         self.tokenizer = tokenizer
         self.tool = tool
-        self.calls = {token for text in calls for token in tokenizer.encode(text)}
+        assert not tokenizer.control.keys() & set(calls), f"encode() spells {calls} out"
+        self.calls = {tokenizer.encode(text)[-1] for text in calls}
 
     def __call__(self, sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
                  places: range | list) -> Rollouts:
@@ -85,9 +79,7 @@ class Turns:
             more = sampler.generate([row.prompt + row.completion for row in asked], 1, turn,
                                     [keys[i] for i in open_rows])
             for i, row, new in zip(open_rows, asked, more.rows):
-                rows[i] = Row(row.prompt, row.completion + new.completion,
-                              torch.cat([row.logprobs, new.logprobs]), new.finished,
-                              torch.cat([row.mask, new.mask]), row.graded)
+                rows[i] = row.continued(new)
             done = Rollouts(rows, done.seconds + more.seconds, done.computed + more.computed,
                             done.preempted + more.preempted)
         for row in rows:                         # a call without room for its result was cut off
@@ -95,28 +87,21 @@ class Turns:
         return done
 
     def with_result(self, row: Row, problem: Problem) -> Row:
-        """A row that ends with a call, plus the tool's result, which has no log-probs."""
-        result = self.tokenizer.encode(self.tool(self.tokenizer.decode(row.completion), problem))
-        none = torch.zeros(len(result))
-        return Row(row.prompt, row.completion + result, torch.cat([row.logprobs, none]), False,
-                   torch.cat([row.mask, none.bool()]), row.graded)
+        """A row that ends with a call, and the tool's result."""
+        result = self.tool(self.tokenizer.decode(row.completion), problem)
+        return row.with_text(self.tokenizer.encode(result))
 
 
 def main() -> None:
     problems = Path("runs/clock.jsonl")
-    with env.one_line("calculator.py"):
-        settings, earlier = read_settings(["--data", str(problems), *sys.argv[1:]])
-        problems.parent.mkdir(exist_ok=True)
-        rows = [{"question": question, "answer": str(clock(int(answer)))}
-                for _, question, answer in arithmetic("train")]
-        problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        claim(Path(settings.general.out), earlier is not None)
-        run = prepare(settings, earlier)
-    sample = Turns(run.tokenizer)
-    with ending_with(run.folder.save, run.folder.advice):
-        train.train(run, sample)
+    problems.parent.mkdir(exist_ok=True)
+    rows = [{"question": question, "answer": str(clock(int(answer)))}
+            for _, question, answer in arithmetic("train")]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = train.main(["--data", str(problems), *sys.argv[1:]],
+                     lambda run: (run, Turns(run.tokenizer)))
     answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]
-    for step in (0, settings.general.steps - 1):
+    for step in (0, run.settings.general.steps - 1):
         calls = ["=" in answer["completion"] for answer in answers if answer["step"] == step]
         print(f"step {step + 1}: {sum(calls) / len(calls):.0%} of answers call")
 

@@ -1,13 +1,17 @@
 """The examples run unmodified."""
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from examples import calculator
+from examples import calculator, try_again
 from model import load
 from prompts import Tokenizer
+from rewards import grade, grade_rows
 from sampler import Rollouts, Row, Sampler, Sampling
+from tasks.arithmetic import arithmetic
 from tasks.plugin import Reward
 from tasks.problems import Problem
 
@@ -92,3 +96,36 @@ def test_call_without_room_for_its_result_is_truncated():
     row, = turns(Once(), [Problem("a", "", "", [1])], 1, Sampling(6, tokenizer.end_ids), [0]).rows
     assert (row.completion, row.finished) == (tokenizer.encode("7*9="), False)
     assert used == [("7*9=", "a")]                                        # once per call
+
+
+# -----------------------------------------------------------------------------
+# try_again.py
+
+def test_second_answer_follows_a_wrong_first_one_and_counts():
+    model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
+    tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
+    problems = [Problem(name, question, answer, tokenizer.chat(question))
+                for name, question, answer in itertools.islice(arithmetic("train"), 4)]
+    conversation = try_again.Conversation(SimpleNamespace(
+        tokenizer=tokenizer, grade=lambda problems, rows: grade_rows(tokenizer, problems, rows)))
+    sampling = Sampling(80, tokenizer.end_ids, 1.0, seed=3)
+    rows = conversation.sample(Sampler(model, 160), problems, 4, sampling, range(4)).rows
+    twice = 0
+    for i, (row, graded) in enumerate(zip(rows, conversation.grade(problems, rows))):
+        problem = problems[i // 4]
+        text = tokenizer.decode(row.completion)
+        first, _, second = text.partition("<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n")
+        assert graded["first"] == grade(first, problem.answer, problem.question).correct
+        assert graded["correct"] == grade(second or first, problem.answer, problem.question).correct
+        assert bool(second) == (not graded["first"])                       # all first answers end before the limit
+        if second:
+            twice += 1
+            asked = [("user", problem.question), ("assistant", first), ("user", "Try again.")]
+            sampled = row.mask.nonzero()[-1].item() + 1 - len(tokenizer.encode(second)) - row.finished
+            assert row.prompt + row.completion[:sampled] == tokenizer.turns(asked)
+    assert 0 < twice < 16
+    with torch.no_grad():
+        whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows],
+                                        [len(row.prompt) for row in rows])
+    mask = torch.cat([row.mask for row in rows])
+    torch.testing.assert_close(torch.cat([row.logprobs for row in rows])[mask], whole[mask], rtol=0, atol=5e-5)

@@ -1,0 +1,82 @@
+"""
+A conversation of two turns: a wrong answer gets "Try again.", and then only the second counts.
+
+    python -m examples.try_again --lr 1e-3 --steps 24 --max-new-tokens 96
+
+    The answer is \\boxed{24}.<|im_end|> | \\n<|im_start|>user\\nTry again.<|im_end|>\\n... | Step by ...
+               sampled                                  the user                          sampled
+
+The user's turn has mask 0: the model reads it without being trained on it. Both answers get the
+second one's advantage. Another environment changes `reply`, which sees the problem and the answer.
+"""
+import dataclasses
+
+import train
+from harness.setup import Run
+from prompts import Tokenizer
+from sampler import Rollouts, Row, Sampler, Sampling
+from tasks.problems import Problem
+
+
+def reply(problem: Problem, graded: dict) -> str | None:
+    """What the user says to an answer, None to end the conversation. graded: a line of
+    samples.jsonl.
+    """
+    return None if graded["correct"] else "Try again."
+
+
+class Conversation:
+    """The functions that sample and grade a run of two turns."""
+
+    def __init__(self, run: Run):
+        self.tokenizer: Tokenizer = run.tokenizer
+        self.grade_one = run.grade
+
+    def sample(self, sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
+               places: range | list) -> Rollouts:
+        """Like train.sample_answers. Each answer gets half of the tokens that the reply leaves."""
+        rest = sampling.max_new_tokens - len(self.tokenizer.user_turn("Try again."))
+        turn = sampling._replace(max_new_tokens=max(rest // 2, 1))
+        prompts = [problem.prompt for problem in problems]
+        first = sampler.generate(prompts, group_size, turn, places)
+        rows = first.rows
+        asked = {}                               # row number -> the row and the user's reply
+        for i, graded in enumerate(self.grade_one(problems, rows)):
+            said = reply(problems[i // group_size], graded)
+            if said is not None and rows[i].completion[-1] == self.tokenizer.stop:
+                asked[i] = rows[i].with_text(self.tokenizer.user_turn(said))
+        if not asked:
+            return first
+        # Another seed and a place for each answer, or those of a group would be alike.
+        keys = [place * group_size + sample for place in places for sample in range(group_size)]
+        second = sampler.generate([row.prompt + row.completion for row in asked.values()], 1,
+                                  turn._replace(seed=sampling.seed + 1), [keys[i] for i in asked])
+        for (i, row), answer in zip(asked.items(), second.rows):
+            rows[i] = row.continued(answer)
+        return Rollouts(rows, first.seconds + second.seconds, first.computed + second.computed,
+                        first.preempted + second.preempted)
+
+    def grade(self, problems: list, rows: list[Row]) -> list[dict]:
+        """Like Run.grade, which reads a row up to its first <|im_end|>: grades the last answer.
+        Adds `first`, whether the first one was right.
+        """
+        lasts = self.grade_one(problems, [last_answer(row) for row in rows])
+        verdict = "extracted", "rule", "correct", "format", "task"
+        return [whole | {name: last[name] for name in verdict} | {"first": whole["correct"]}
+                for whole, last in zip(self.grade_one(problems, rows), lasts)]
+
+
+def last_answer(row: Row) -> Row:
+    """The part of a row after the last token that was not sampled."""
+    unsampled = (~row.mask).nonzero()
+    start = int(unsampled[-1]) + 1 if len(unsampled) else 0
+    return Row(row.prompt, row.completion[start:], row.logprobs[start:], row.finished)
+
+
+def two_turns(run: Run) -> tuple:
+    conversation = Conversation(run)
+    return dataclasses.replace(run, grade=conversation.grade), conversation.sample
+
+
+if __name__ == "__main__":
+    train.main(change=two_turns)
