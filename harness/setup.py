@@ -193,10 +193,10 @@ def starting_adapter(settings: Settings) -> str | None:
 
 
 def loss_of(objective: Objective) -> grpo.Loss:
-    """--loss, with the values of the flags that were given."""
-    given = {"clip_low": objective.clip_low, "clip_high": objective.clip_high,
-             "correction": objective.correction, "kl_beta": objective.kl_beta}
-    given = {name: value for name, value in given.items() if value is not None}
+    """--loss, with the values of the flags that were given: those named like a field of Loss."""
+    names = [field.name for field in dataclasses.fields(grpo.Loss)]
+    given = {name: getattr(objective, name) for name in names
+             if getattr(objective, name, None) is not None}
     return dataclasses.replace(grpo.LOSSES[objective.loss], **given)
 
 
