@@ -81,8 +81,10 @@ COMPARISONS = (
     ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
     ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
 )
-# Comparisons of the 0.5B on GSM8K and of the 1.5B on MATH that are averaged.
+# Comparisons of the 0.5B and of the 1.5B that are averaged.
 BOTH_MODELS = {
+    "200 steps, calibrated - bf16, both at 1e-4": (("default-0.5b", "default-bf16-0.5b"),
+                                                   ("default-1.5b", "default-bf16-1.5b")),
 
     "calibrated - bf16, both at 2e-4": (("planned-calibrated", "planned-bf16"),
                                         ("math-planned-calibrated", "math-planned-bf16")),
@@ -267,7 +269,9 @@ def main() -> None:
             if rows:
                 before = [float(row[f"{kind}_before"]) for row in rows if row[f"{kind}_before"]]
                 start = f"{mean(before):.1f} -> " if before else ""
-                parts.append(f"{kind} {start}{mean(float(row[kind]) for row in rows):.1f}")
+                after = [float(row[kind]) for row in rows]
+                each = " (" + ", ".join(f"{one:.1f}" for one in after) + ")" if len(after) < FEW else ""
+                parts.append(f"{kind} {start}{mean(after):.1f}{each}")
         row = next(iter(arm.values()))
         steps = "-".join(sorted({row["steps"] for row in arm.values()}, key=int))
         print(f"{name:24} {row['model']} {row['data']:5} {row['codes']:10} lr {row['lr']} sigma {row['sigma']:10} "
@@ -284,8 +288,11 @@ def main() -> None:
             found = [compare(arms, a, b, kind) for a, b in comparisons]
             if not all(found):
                 continue
-            middle, half = over_both(found)
-            print(f"{what + ', both models':56} {kind:11} {middle:+.2f}, by inverse variance {half:.2f}")
+            if min(len(one["differences"]) for one in found) < FEW:
+                line = f"{mean(one['mean'] for one in found):+.2f}, mean of the two"
+            else:
+                line = "{:+.2f}, by inverse variance {:.2f}".format(*over_both(found))
+            print(f"{what + ', both models':56} {kind:11} {line}")
 
 
 if __name__ == "__main__":
