@@ -11,8 +11,8 @@ have none. The noise does not scale with w: relative to w, it moves a channel wi
 times as far as one with w = 1.
 
 Despite its name AQN is not adaptive: sigma follows a fixed schedule. It is 0 in the first of K
-stages (the rounding to 4 bits is noise enough), then starts at sigma_start and falls towards
-sigma_end, which the last stage does not quite reach.
+stages, because rounding to 4 bits is noise enough. Then it falls from sigma_start to just above
+sigma_end.
 
 Only rollouts have noise. Learner and evaluation are clean, and grpo.py corrects for the difference.
 

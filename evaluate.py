@@ -114,7 +114,7 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
         "likely tokens to draw from; 0: all (default: 0)")
     add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or what "
              "the model's positions allow)")
-    add_flag(parser, "max_rows", 256, "most answers decoded at a time (default: 256)")
+    add_flag(parser, "max_rows", 256, "maximum number of answers decoded at once (default: 256)")
     add("--out", metavar="FILE", help="new .jsonl file for every answer and its verdict")
     args, run = parse(parser, "boxed")
     if args.reward == "none":

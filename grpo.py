@@ -139,7 +139,7 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Which groups have something to teach: (B,) rewards -> (P,) bool, True if rewards differ.
 
     Unscorable rows (NaN) do not count; a group without any other row is not informative. Rewards
-    within a billionth of the largest are equal, since in floats 0.1 + 0.2 is not 0.3.
+    count as equal if they differ by at most 1e-9 of the largest: in floats 0.1 + 0.2 is not 0.3.
     """
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)

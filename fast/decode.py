@@ -125,7 +125,7 @@ def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> Atte
     128 tokens, which takes 128 KiB with heads of 128, fits in shared memory.
     """
     # Up to 64 pairs are too few programs for an H200's 132 multiprocessors, so several share a row.
-    # With more pairs that costs more than it saves: joining, and programs with nothing to do.
+    # With more pairs, joining and idle programs cost more than that saves.
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
         return AttentionPlan(splits, 1, 4, 32 if wide_steps_fit else 16)

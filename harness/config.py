@@ -118,8 +118,8 @@ class Rollout:
                                   "need more (paper: 4096)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and of all log-probs "
                                  "(as in the paper)", "[0.001, 1000]")
-    max_rows: int | None = setting(None, "most answers decoded at a time (default: 512 if they "
-                                   "fit, else 256)", MAX_ROWS)
+    max_rows: int | None = setting(None, "maximum number of answers decoded at once "
+                                   "(default: 512 if they fit, else 256)", MAX_ROWS)
 
 
 @dataclass(frozen=True)

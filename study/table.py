@@ -88,8 +88,8 @@ BOTH_MODELS = {
 
     "calibrated - bf16, both at 2e-4": (("planned-calibrated", "planned-bf16"),
                                         ("math-planned-calibrated", "math-planned-bf16")),
-    "the same with the seeds before": (
-        ("planned-calibrated+rate-calibrated-2e-4", "planned-bf16+rate-bf16-2e-4"),
+    "the same with MATH's seeds before": (
+        ("planned-calibrated", "planned-bf16"),
         ("math-calibrated-2e-4+math-planned-calibrated", "math-bf16-2e-4+math-planned-bf16")),
     "repaired - calibrated": (("planned-repaired", "planned-calibrated"),
                               ("math-planned-repaired", "math-planned-calibrated")),
