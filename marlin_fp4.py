@@ -2,9 +2,9 @@
 Frozen NVFP4 weights on a GPU: their packed layout, and the matmul that decodes it, y = x @ W.T.
 
 Sampling a token reads every weight once. With few rows of x that read is the bottleneck, and at 4.5
-bits per weight it is 3.6 times as fast as at 16. No tensor core multiplies a 4-bit weight by a 16-bit
-x, so the kernel decodes each weight to bf16 in registers, which feed the tensor cores. An H200 that
-reads at its memory's full speed can issue about four instructions for each weight
+bits per weight it is 3.6 times as fast as at 16. No tensor core multiplies a 4-bit weight by a
+16-bit x, so the kernel decodes each weight to bf16 in registers, which feed the tensor cores. An
+H200 that reads at its memory's full speed can issue about four instructions for each weight
 (docs/kernels.md); the layout below makes decoding cheap enough.
 
 With many rows of x, multiplying takes longer than reading. Above MAX_DECODE_ROWS rows W is expanded

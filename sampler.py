@@ -494,7 +494,8 @@ class DecodeBatch(NamedTuple):
     """The running rows, as input of a window of decode steps: tensors on the device, (n,) int64.
 
     siblings: rows that share a prefix are neighbors, and a kernel may read the prefix once for up
-    to engine.most_siblings(n) of them. The first of these rows stores how many they are; the others store 0. Three rows that share a prefix, then one with another, are 3 0 0 1.
+    to engine.most_siblings(n) of them. The first of these rows stores how many they are; the
+    others store 0. Three rows that share a prefix, then one with another, are 3 0 0 1.
     """
     token: Tensor                                # the next input
     pos: Tensor                                  # its position
