@@ -61,8 +61,9 @@ class Conversation:
         Adds `first`, whether the first one was right.
         """
         lasts = self.grade_one(problems, [last_answer(row) for row in rows])
-        verdict = "extracted", "rule", "correct", "format", "task"
-        return [whole | {name: last[name] for name in verdict} | {"first": whole["correct"]}
+        verdict = {"extracted", "rule", "correct", "format", "task", "parts"}    # parts: --reward
+        return [whole | {name: last[name] for name in verdict & last.keys()}
+                | {"first": whole["correct"]}
                 for whole, last in zip(self.grade_one(problems, rows), lasts)]
 
 
