@@ -83,8 +83,8 @@ MASK64 = 2**64 - 1                               # Python's integers do not over
 class Sampling(NamedTuple):
     """How to draw. temperature 0 is greedy, with log-probs at temperature 1.
 
-    Log-probs are those of the distribution that was drawn from. top_k and top_p are
-    for evaluation only: the learner does not filter, so its log-probs would not match.
+    Log-probs are those of the distribution that was drawn from. top_k and top_p are for
+    evaluation only: the learner does not filter, so its log-probs would not match.
     """
     max_new_tokens: int | list[int]              # a list: one for each of the P * G sequences
     end_ids: tuple[int, ...] = ()

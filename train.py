@@ -274,7 +274,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 
 
 def main(arguments: list[str] | None = None,
-         change: Callable = lambda run: (run, sample_answers)) -> Run:
+         change: Callable | None = None) -> Run:
     """Runs a training run. arguments: the command line, by default sys.argv's.
 
     change(run) -> the run, perhaps with another `grade`, and the function that samples: see
@@ -283,11 +283,13 @@ def main(arguments: list[str] | None = None,
     with env.one_line(Path(sys.argv[0]).name):   # a user error ends in one line, not a traceback
         settings, earlier = read_settings(arguments)
         claim(Path(settings.general.out), earlier is not None)    # no other run writes there
-        run, sample = change(prepare(settings, earlier))
+        run, sample = prepare(settings, earlier), sample_answers
+        if change:
+            run, sample = change(run)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         train(run, sample)
-        console.farewell(settings)
+        console.farewell(settings, evaluable=change is None)
     return run
 
 

@@ -3,7 +3,7 @@ What a run prints, on rank 0 only.
 
     greet(settings, problems, held_out, device)  # the first line: model, data, sizes, device
     tell(settings, metrics, updates)             # after every step, before its evaluation
-    farewell(settings)                           # the result
+    farewell(settings, evaluable)                # the result
 
     watch = Watch(settings)
     watch.see(metrics, updates)                  # after every step: it warns, or ends the run
@@ -101,8 +101,11 @@ def tell(settings: Settings, metrics: dict, updates: list) -> None:
         f"{metrics['tokens_per_s']:,.0f} tokens/s, {seconds:.1f} s{left}")
 
 
-def farewell(settings: Settings) -> None:
-    """Prints where the run is, how accuracy changed, how long it took, and what to run next."""
+def farewell(settings: Settings, evaluable: bool) -> None:
+    """Prints where the run is, how accuracy changed, how long it took, and what to run next.
+
+    evaluable: evaluate.py samples and grades as the run did.
+    """
     if RANK > 0:
         return
     folder = Path(settings.general.out)
@@ -117,7 +120,8 @@ def farewell(settings: Settings) -> None:
     seconds = sum(row["seconds"] for row in metrics)
     say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}{changed}{peak}")
     again = " ".join(["", *flags_to_repeat(settings.flat())])
-    say(f"next: python evaluate.py {folder}{again}; python -m tools.report {folder}")
+    evaluation = f"python evaluate.py {folder}{again}; " if evaluable else ""
+    say(f"next: {evaluation}python -m tools.report {folder}")
 
 
 def duration(seconds: float) -> str:

@@ -35,8 +35,8 @@ ASKED_BY_NAME = "group", "length", "finished"
 class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
-    `completion` is the answer's text, after the <think> with which the prompt may end. `problem` is
-    a dict: all fields of the problem's row, plus id, question and answer. Parameters
+    `completion` is the answer's text; it begins with <think> if the prompt ended with it. `problem`
+    is a dict: all fields of the problem's row, plus id, question and answer. Parameters
     named in ASKED_BY_NAME get these values. The function returns a number, or a dict of numbers to
     be summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
     training. No number or sum may exceed LARGEST_REWARD. UserError if the function has other

@@ -90,7 +90,8 @@ The value is certainly not $\boxed{5}$. | It can't be \boxed{5}. | \boxed{5}? No
 \boxed{5 \text{ is wrong}} | \boxed{\text{not } 5} | The answer is 5 unless it is 6 | The answer is 5 (but maybe 6).
 The answer is 5, alternatively 6 | The answer is 5, although 6 is possible. | The answer is 5 but could be 6
 The answer is 5, or maybe 7 | The answer is 5, but it could also be 6. | The answer is $5$, although it might be $6$.
-Answer: 5 sixteenths | The answer is 5 quadrillion. | Answer: It is false that the sum is 5. | Answer: the sum is 4 and the rest is 5
+Answer: 5 sixteenths | The answer is 5 quadrillion. | Answer: It is false that the sum is 5.
+Answer: the sum is 4 and the rest is 5
 """
 
 
