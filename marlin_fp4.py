@@ -40,7 +40,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nvfp4 import Weight
+from nvfp4 import SCALE_BLOCK, Weight
 from ops import mm_fp32
 
 
@@ -49,7 +49,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-SCALE_BLOCK = 16                    # consecutive weights of a row that share a scale
 # A tile of W is 128 x 128 weights. Not a setting: the kernels hard-code the numbers that follow
 # from it (128, 32, 4096, 256).
 TILE_SIDE = 128
@@ -246,9 +245,7 @@ class PackedWeight(Weight):
 
     def __init__(self, N: int, K: int, codes: torch.Tensor, scales: torch.Tensor,
                  row_scale: torch.Tensor):
-        # dequantize() below replaces Weight's, which would call this None.
-        super().__init__((codes, scales, row_scale), dequantize=None, shape=(N, K),
-                         dtype=torch.bfloat16)
+        super().__init__((codes, scales, row_scale), (N, K), torch.bfloat16)
         self.codes = codes          # int16 (N/128, K/128, 128, 32)
         self.scales = scales        # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale  # fp32 (N,)
@@ -800,7 +797,7 @@ def unit_scale(n: int, device: torch.device) -> torch.Tensor:
 
 def expanded_matmul(x: torch.Tensor, weight: Weight,
                     lora_a: torch.Tensor | None = None) -> MatmulSlabs:
-    """portable_matmul with W expanded first: for many rows, and any format. One slab, S = 1."""
+    """portable_matmul with W expanded first, for many rows, or W in bf16. One slab, S = 1."""
     _check_operands(x, weight, lora_a)
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from nvfp4 import FORMATS
 from tools import bench
 
 FLAGS = {"step": ["--prompts", 3, "--group-size", 2, "--micro-batch-tokens", 2048],
@@ -37,7 +36,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 
 
-@pytest.mark.parametrize("base,qwen3", [*((base, False) for base in FORMATS), ("nvfp4", True)])
+@pytest.mark.parametrize("base,qwen3", [("bf16", False), ("nvfp4", False), ("nvfp4", True)])
 def test_random_model_runs_and_is_reproducible(on_cpu, monkeypatch, base, qwen3):
     if qwen3:
         monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True, 32, False, True))

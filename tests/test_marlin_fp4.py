@@ -14,7 +14,7 @@ import torch
 import marlin_fp4
 from fast.hopper_fp4 import HOPPER_CONFIGS, hopper_config, hopper_matmul
 from marlin_fp4 import capability, expanded_matmul, pack, plan_stripes, portable_matmul
-from nvfp4 import FORMATS, freeze
+from nvfp4 import freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 hopper = pytest.mark.skipif(not (torch.cuda.is_available() and capability(torch.device("cuda", 0))[0] == 9),
@@ -140,7 +140,7 @@ def test_weight_expands_beyond_most_rows(monkeypatch, capability, most):
     assert not weight.expands(most) and weight.expands(most + 1)
 
 
-@pytest.mark.parametrize("base", [*FORMATS, "packed"])
+@pytest.mark.parametrize("base", ["bf16", "nvfp4", "packed"])
 @pytest.mark.parametrize("M,R", [(1, 0), (5, 8), (33, 3)])
 def test_expanded_matmul_matches_float64(monkeypatch, base, M, R):
     dtype = torch.bfloat16
