@@ -747,8 +747,8 @@ def _check_operands(x, weight, lora_a):
 
 def prepare_launch(
         x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None,
-        slabs: torch.Tensor | None, config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
-    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs (new ones if None)."""
+        config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
+    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs."""
     _check_operands(x, weight, lora_a)
     M, K = x.shape
     R = 0
@@ -759,24 +759,21 @@ def prepare_launch(
     plan = plan_stripes(weight.N, K, M, R, config, multiprocessors_on(weight.device))
     # Whole rows of 16 bytes: Hopper's copy engine needs them.
     shape = plan.slabs, M, triton.cdiv(weight.N + R, 4) * 4
-    if slabs is None:
-        slabs = torch.empty(shape, device=x.device)
-    assert slabs.shape == shape, f"slabs must be {shape}: {slabs.shape}"
-    return R, plan, slabs
+    return R, plan, torch.empty(shape, device=x.device)
 
 
 def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
-                    slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
+                    pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) are in bf16. slabs: an earlier result's `sums`, to be overwritten. A row's
-    bits depend on M, which decides BM and the stripe, but not on the other rows. pdl (from sm_90
-    on): a programmatic dependent launch, see fast/kernels.py; nothing is read before the previous
-    kernel has ended. AssertionError if the operands do not fit.
+    x and lora_a (R, K) are in bf16. A row's bits depend on M, which decides BM and the stripe, but
+    not on the other rows. pdl (from sm_90 on): a programmatic dependent launch, see
+    fast/kernels.py; nothing is read before the previous kernel has ended. AssertionError if the
+    operands do not fit.
     """
     M, K = x.shape
     config = portable_config(M, capability(weight.device))
-    R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
+    R, plan, slabs = prepare_launch(x, weight, lora_a, config)
     a = lora_a if R else x  # without an adapter any pointer will do: nothing is read from it
     inputs = MatmulInputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
