@@ -36,7 +36,7 @@ from torch.nn import Parameter
 
 import lora
 from model import Qwen
-from nvfp4 import FORMATS, Weight
+from nvfp4 import Weight
 from ops import LOGIT_ROWS, add_mm, mm, mm_fp32, softmax_at, token_logprobs
 from weights import parts_of, save_model
 
@@ -141,7 +141,7 @@ class Linear(lora.Linear):
     """
 
     def __init__(self, names: list[str], parts: tuple[int, ...], leaf: Parameter, copy: Tensor):
-        weight = Weight((copy,), FORMATS["bf16"].dequantize, copy.shape, copy.dtype)
+        weight = Weight((copy,), copy.shape, copy.dtype)
         super().__init__(weight, names, parts)
         self.leaf = leaf
 

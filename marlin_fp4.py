@@ -40,7 +40,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nvfp4 import Weight
+from nvfp4 import SCALE_BLOCK, Weight
 from ops import mm_fp32
 
 
@@ -49,7 +49,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-SCALE_BLOCK = 16                    # consecutive weights of a row that share a scale
 # A tile of W is 128 x 128 weights. Not a setting: the kernels hard-code the numbers that follow
 # from it (128, 32, 4096, 256).
 TILE_SIDE = 128
@@ -246,9 +245,7 @@ class PackedWeight(Weight):
 
     def __init__(self, N: int, K: int, codes: torch.Tensor, scales: torch.Tensor,
                  row_scale: torch.Tensor):
-        # dequantize() below replaces Weight's, which would call this None.
-        super().__init__((codes, scales, row_scale), dequantize=None, shape=(N, K),
-                         dtype=torch.bfloat16)
+        super().__init__((codes, scales, row_scale), (N, K), torch.bfloat16)
         self.codes = codes          # int16 (N/128, K/128, 128, 32)
         self.scales = scales        # int32 (N/128, K/128, 128, 2)
         self.row_scale = row_scale  # fp32 (N,)
@@ -750,8 +747,8 @@ def _check_operands(x, weight, lora_a):
 
 def prepare_launch(
         x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None,
-        slabs: torch.Tensor | None, config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
-    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs (new ones if None)."""
+        config: tuple) -> tuple[int, StripePlan, torch.Tensor]:
+    """Checks the operands of a decode matmul -> R, its StripePlan, its slabs."""
     _check_operands(x, weight, lora_a)
     M, K = x.shape
     R = 0
@@ -762,24 +759,21 @@ def prepare_launch(
     plan = plan_stripes(weight.N, K, M, R, config, multiprocessors_on(weight.device))
     # Whole rows of 16 bytes: Hopper's copy engine needs them.
     shape = plan.slabs, M, triton.cdiv(weight.N + R, 4) * 4
-    if slabs is None:
-        slabs = torch.empty(shape, device=x.device)
-    assert slabs.shape == shape, f"slabs must be {shape}: {slabs.shape}"
-    return R, plan, slabs
+    return R, plan, torch.empty(shape, device=x.device)
 
 
 def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
-                    slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
+                    pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) are in bf16. slabs: an earlier result's `sums`, to be overwritten. A row's
-    bits depend on M, which decides BM and the stripe, but not on the other rows. pdl (from sm_90
-    on): a programmatic dependent launch, see fast/kernels.py; nothing is read before the previous
-    kernel has ended. AssertionError if the operands do not fit.
+    x and lora_a (R, K) are in bf16. A row's bits depend on M, which decides BM and the stripe, but
+    not on the other rows. pdl (from sm_90 on): a programmatic dependent launch, see
+    fast/kernels.py; nothing is read before the previous kernel has ended. AssertionError if the
+    operands do not fit.
     """
     M, K = x.shape
     config = portable_config(M, capability(weight.device))
-    R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
+    R, plan, slabs = prepare_launch(x, weight, lora_a, config)
     a = lora_a if R else x  # without an adapter any pointer will do: nothing is read from it
     inputs = MatmulInputs(x, x.stride(0), weight.codes, weight.scales, a, weight.N, K, R)
     portable_kernel[plan.programs, triton.cdiv(M, config.BM)](
@@ -800,7 +794,7 @@ def unit_scale(n: int, device: torch.device) -> torch.Tensor:
 
 def expanded_matmul(x: torch.Tensor, weight: Weight,
                     lora_a: torch.Tensor | None = None) -> MatmulSlabs:
-    """portable_matmul with W expanded first: for many rows, and any format. One slab, S = 1."""
+    """portable_matmul with W expanded first, for many rows, or W in bf16. One slab, S = 1."""
     _check_operands(x, weight, lora_a)
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)

@@ -2,7 +2,7 @@
 Qwen2.5 and Qwen3 (dense), 0.5B to 72B: a frozen transformer whose linears are 4-bit (or bf16)
 weights plus adapters.
 
-    model = load("qwen2.5-7b", base="nvfp4")     # or a local folder; base: see nvfp4.FORMATS
+    model = load("qwen2.5-7b", base="nvfp4")     # or a local folder; base: nvfp4 or bf16
     logits = model(tokens)                       # (B, T) -> (B, T, V) fp32
 
 A layer, with x the residual stream:

@@ -1,9 +1,10 @@
 """
-Four-bit weight formats: quantize real weights to codes and scales, and decode them again.
+NVFP4: quantize real weights to 4-bit codes and scales, and decode them again.
 
 NVFP4 takes 4.5 bits per weight, 28% of bf16. Sampling gets faster too, since with few answers at a
 time it mostly reads weights. The rounding error is the "quantization noise" that QeRL
-(arXiv 2510.11696) uses for exploration. `base` names the format of a model's frozen linears.
+(arXiv 2510.11696) uses for exploration. A model's `base` is the format of its frozen linears: nvfp4
+or bf16.
 
 A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
 
@@ -14,7 +15,6 @@ A matrix W (N out_features, K in_features) in NVFP4 is three tensors:
     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * global_scale
 
 A code is a sign (bit 3) and one of the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 (bits 0 to 2).
-MXFP4 has scale_blocks of 32 weights, NF4 of 64; neither has a global scale.
 
 One scale_block by hand, in a matrix whose global_scale is 2^-11. All but four of its 16 weights are
 0:
@@ -35,10 +35,9 @@ tries eleven E4M3 numbers around 104. 160 has the least error, with a unit of 0.
     packed              0x56                0x0B                  the first code in the low nibble
     block_scale         0x72                                      E4M3: 2^7 * (1 + 2/8) = 160
 
-So each format tries several scales around the usual one (`offsets`) and keeps the one with the
-least squared error. A smaller scale can win too: it clips the largest weight, but may fit the other
-15 better. With only the usual scale (offset 0), codes and scales equal those of compressed-tensors
-(NVFP4, MXFP4) and bitsandbytes (NF4, whose first code of a byte is in the HIGH nibble).
+So it keeps, for each block, the scale with the least squared error among several (`offsets`). A
+smaller scale can win too: it clips the largest weight, but may fit the other 15 better. With only
+the usual scale (offset 0), codes and scales equal those of compressed-tensors.
 
 Our global scale is a power of two, so learner and sampler use the same W to the last bit. A code
 has 2 significant bits and a block scale 4, so their product is exact in bf16. Hence it makes no
@@ -46,20 +45,18 @@ difference that the learner rounds W to bf16, and that the sampler multiplies by
 (Other quantizers' global scales are usually not powers of two: there the learner's W is rounded.)
 q, k and v share a global scale, and so do gate and up, because inference engines fuse them.
 
-Not here: codes that compensate for each other's errors (calibrate.py), 4-bit activations, NF4's
-double quantization.
+Not here: codes that compensate for each other's errors (calibrate.py), 4-bit activations.
 """
 import math
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from files import UserError
-from ops import on_gpu, twin_in_kernels
+from ops import on_gpu
 
+SCALE_BLOCK = 16                                 # weights of a row that share a block scale
 WEIGHTS_AT_A_TIME = 2**22                        # bounds the fp32 temporaries to 100 MB
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -74,21 +71,13 @@ E2M1_SIGNED = torch.cat([E2M1, -E2M1])           # code 0..15 -> value; code 8 i
 E2M1_EDGES = (E2M1[1:] + E2M1[:-1]) / 2
 E2M1_EDGES[1::2] = torch.nextafter(E2M1_EDGES[1::2], torch.zeros(3))
 
-# Block scales that NVFP4 tries, in E4M3 codes from the usual one: about 0.7 to 1.7 times the usual
-# scale, since 8 codes are a factor of 2. Sorted by distance: among equal errors the nearest wins.
+# Block scales to try, in E4M3 codes from the usual one: about 0.7 to 1.7 times the usual scale,
+# since 8 codes are a factor of 2. Sorted by distance: among equal errors the nearest wins.
 OFFSETS = sorted(range(-4, 7), key=abs)
-
-# The 16 NormalFloat levels (QLoRA, arXiv 2305.14314, appendix E): quantiles of N(0, 1) in [-1, 1].
-NF4 = torch.tensor([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0])
-NF4_EDGES = (NF4[1:] + NF4[:-1]) / 2
 
 
 # -----------------------------------------------------------------------------
-# NVFP4
+# Quantizing
 
 def global_scale_for(*weights: Tensor) -> Tensor:
     """The global scale, fp32 (), that weights share: global_scale_for(q, k, v).
@@ -109,24 +98,41 @@ def global_scale_for(*weights: Tensor) -> Tensor:
 
 def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor | None = None,
              offsets: Iterable[int] = OFFSETS) -> tuple[Tensor, Tensor, Tensor]:
-    """To NVFP4: (N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
+    """(N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
 
     The usual block scale is the block's largest |w| / 6, rounded to the dtype of w as in
-    compressed-tensors; offsets: which E4M3 codes to try, counted from its code. importance: see
-    encode(). global_scale: None is global_scale_for(w). UserError if K is not a multiple of 16 or,
-    without a global_scale, a weight is not finite.
+    compressed-tensors; offsets: which E4M3 codes to try, counted from its code. importance (K,):
+    weight of each input channel's squared error; None: all equal. global_scale: None is
+    global_scale_for(w). UserError if K is not a multiple of 16 or, without a global_scale, a weight
+    is not finite.
     """
+    K = w.shape[1]
+    if K % SCALE_BLOCK:
+        raise UserError(f"K={K} (in_features) is not a multiple of the block of {SCALE_BLOCK} "
+                        "weights")
     if global_scale is None:
         global_scale = global_scale_for(w)
     inverse = 1 / global_scale                   # compressed-tensors stores and multiplies by this
-
-    def candidates(blocks):
-        first = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
-        return [e4m3_value(first + offset) / inverse for offset in offsets]
-
-    packed, scale = encode(w, 16, candidates, e2m1_codes, E2M1_SIGNED, importance)
-    # Exact: it undoes the division in candidates().
-    return packed, (scale * inverse).to(torch.float8_e4m3fn), global_scale
+    importance = 1.0 if importance is None else importance.view(-1, SCALE_BLOCK)
+    levels = E2M1_SIGNED.to(w.device)
+    packed = []
+    block_scales = []
+    for rows in w.split(max(1, WEIGHTS_AT_A_TIME // K)):
+        blocks = rows.unflatten(1, (-1, SCALE_BLOCK))
+        usual = e4m3_codes(blocks.abs().amax(-1) / 6, inverse)
+        blocks = blocks.float()
+        tried = torch.stack([(usual + offset).clamp(1, 126) for offset in offsets])  # > 0, not NaN
+        errors = []
+        for code in tried:
+            scale = (e4m3_value(code) / inverse)[..., None]
+            values = levels[e2m1_codes(blocks / scale).int()] * scale
+            errors.append(((values - blocks).square() * importance).sum(-1))
+        best = torch.stack(errors).argmin(0, keepdim=True)       # the first among equals
+        block_scale = e4m3_value(tried.gather(0, best)[0])
+        scale = (block_scale / inverse)[..., None]
+        packed.append(pack_pairs(e2m1_codes(blocks / scale).flatten(1)))
+        block_scales.append(block_scale.to(torch.float8_e4m3fn))
+    return torch.cat(packed), torch.cat(block_scales), global_scale
 
 
 def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
@@ -142,51 +148,16 @@ def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
 
 
 def e4m3_value(code: Tensor) -> Tensor:
-    """The values of E4M3 codes, fp32. Codes are clamped to [1, 126]: above 0 and not NaN."""
-    return code.clamp(1, 126).byte().view(torch.float8_e4m3fn).float()
+    """The values of E4M3 codes, fp32."""
+    return code.byte().view(torch.float8_e4m3fn).float()
 
 
-def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
-               dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
-    """From NVFP4: (N, K) in `dtype`. Exact in bf16 if global_scale is a power of two."""
-    scale = block_scale.float() * global_scale.reshape(-1, 1)
-    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
-
-
-# -----------------------------------------------------------------------------
-# Common to all 4-bit formats
-
-def encode(w: Tensor, scale_block: int, candidates: Callable, nearest_codes: Callable,
-           levels: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize with the best scale for each scale_block: w (N, K) -> packed uint8 (N, K // 2),
-    scale fp32 (N, K // scale_block).
-
-    candidates(blocks (n, K // scale_block, scale_block)) -> the scales to try, a list of fp32
-    (n, K // scale_block). nearest_codes(blocks / scale) -> codes uint8, indices into levels (16,).
-    importance (K,): weight of each input channel's squared error; None: all equal.
-    UserError if K is not a multiple of scale_block.
-    """
-    K = w.shape[1]
-    if K % scale_block:
-        raise UserError(f"K={K} (in_features) is not a multiple of the block of {scale_block} "
-                        "weights")
-    packed = []
-    scales = []
-    levels = levels.to(w.device)
-    importance = 1.0 if importance is None else importance.view(-1, scale_block)
-    for rows in w.split(max(1, WEIGHTS_AT_A_TIME // K)):
-        blocks = rows.unflatten(1, (-1, scale_block))
-        tried = candidates(blocks)
-        blocks = blocks.float()
-        errors = []
-        for scale in tried:
-            values = levels[nearest_codes(blocks / scale[..., None]).int()] * scale[..., None]
-            errors.append(((values - blocks).square() * importance).sum(-1))
-        best = torch.stack(errors).argmin(0, keepdim=True)       # the first among equals
-        scale = torch.stack(tried).gather(0, best)[0]
-        packed.append(pack_pairs(nearest_codes(blocks / scale[..., None]).flatten(1)))
-        scales.append(scale)
-    return torch.cat(packed), torch.cat(scales)
+def e2m1_codes(x: Tensor) -> Tensor:
+    """The nearest E2M1 codes, uint8, of x in units of the scale; |x| above 6 saturates."""
+    # The number of edges below |x|. On a CPU this takes half of torch.bucketize's time.
+    magnitude = x.abs()
+    code = sum((magnitude > edge).to(torch.uint8) for edge in E2M1_EDGES.tolist())
+    return code | (x < 0).to(torch.uint8) << 3
 
 
 def pack_pairs(codes: Tensor) -> Tensor:
@@ -194,129 +165,42 @@ def pack_pairs(codes: Tensor) -> Tensor:
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-@cache
-def byte_table(levels: Tensor, device: torch.device) -> Tensor:
-    """What the two codes of each byte decode to, (256, 2) fp32."""
-    # Cached, because a CUDA graph may not copy it from the CPU.
-    byte = torch.arange(256)
-    return torch.stack([levels[byte & 15], levels[byte >> 4]], dim=1).to(device)
+# -----------------------------------------------------------------------------
+# Decoding
+
+# The values of a byte's two codes, fp32 (256, 2).
+BYTE_VALUES = torch.cartesian_prod(E2M1_SIGNED, E2M1_SIGNED).flip(1)
 
 
-@twin_in_kernels
-def dequantize_codes(packed: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype,
-                     out: Tensor | None = None) -> Tensor:
-    """Decode packed uint8 (N, K // 2) with scale fp32 (N, K // scale_block) and levels (16,):
-    levels[code] * scale in fp32, rounded once -> (N, K) in `dtype`, or in `out` (any row stride).
+def dequantize(packed: Tensor, block_scale: Tensor, global_scale: Tensor,
+               dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
+    """W (N, K), multiplied in fp32 and rounded once to `dtype`: exact in bf16 if global_scale is a
+    power of two. out: a tensor to write it to, of any row stride.
     """
-    N, blocks_per_row = scale.shape
-    K = 2 * packed.shape[1]
-    pairs = byte_table(levels, packed.device)
+    N, K = len(packed), 2 * packed.shape[1]
     if out is None:
         out = torch.empty(N, K, dtype=dtype, device=packed.device)
+    scale = block_scale.float() * global_scale.reshape(-1, 1)
+    pairs = BYTE_VALUES.to(packed.device)
     n = max(1, WEIGHTS_AT_A_TIME // K)           # rows decoded together
     for some_bytes, some_scales, some_out in zip(packed.split(n), scale.split(n), out.split(n)):
-        values = pairs[some_bytes.int()].view(-1, blocks_per_row, K // blocks_per_row)
+        values = pairs[some_bytes.int()].view(-1, K // SCALE_BLOCK, SCALE_BLOCK)
         some_out.copy_((values * some_scales[..., None]).flatten(1).to(dtype))
     return out
-
-
-def edges_below(x: Tensor, edges: Tensor) -> Tensor:
-    """The number of edges below each x, uint8."""
-    # On a CPU this takes half of torch.bucketize's time.
-    return sum((x > edge).to(torch.uint8) for edge in edges.tolist())
-
-
-def e2m1_codes(x: Tensor) -> Tensor:
-    """The nearest E2M1 codes, uint8, of x in units of the scale; |x| above 6 saturates."""
-    return edges_below(x.abs(), E2M1_EDGES) | (x < 0).to(torch.uint8) << 3
-
-
-# -----------------------------------------------------------------------------
-# The other bases that the paper compares NVFP4 with: MXFP4, NF4 and 16 bits
-
-def quantize_mxfp4(w: Tensor, offsets: Iterable[int] = (0, -1, 1)) -> tuple[Tensor, Tensor]:
-    """To MXFP4: (N, K) -> packed uint8 (N, K // 2), block_scale uint8 (N, K // 32), where byte b
-    means 2^(b - 127).
-
-    The usual scale puts the block's largest |w| into [3.5, 7) units, as compressed-tensors does;
-    the OCP specification has [4, 8). Both saturate above 6. offsets: which bytes to try, counted
-    from the usual one. UserError if K is not a multiple of 32.
-    """
-    def candidates(blocks):
-        mantissa, exponent = torch.frexp(blocks.abs().amax(-1).float())         # in [.5, 1)
-        byte = exponent + (mantissa >= 0.875).int() - 3 + 127
-        return [(byte + offset).clamp(0, 254).byte().view(torch.float8_e8m0fnu).float()
-                for offset in offsets]                                          # 255 is NaN
-
-    packed, scale = encode(w, 32, candidates, e2m1_codes, E2M1_SIGNED)
-    return packed, scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-
-
-def dequantize_mxfp4(packed: Tensor, block_scale: Tensor, dtype: torch.dtype = torch.bfloat16,
-                     out: Tensor | None = None) -> Tensor:
-    """From MXFP4: (N, K) in `dtype`, exact in bf16."""
-    scale = block_scale.view(torch.float8_e8m0fnu).float()
-    return dequantize_codes(packed, scale, E2M1_SIGNED, dtype, out)
-
-
-def quantize_nf4(w: Tensor, offsets: Iterable[int] = range(0, -11, -1)) -> tuple[Tensor, Tensor]:
-    """To NF4: (N, K) -> packed uint8 (N, K // 2), absmax fp32 (N, K // 64), the scale.
-
-    The usual scale is the block's largest |w|. offsets: which scales to try, in steps of 2% from
-    it. UserError if K is not a multiple of 64.
-    """
-    def candidates(blocks):
-        absmax = blocks.abs().amax(-1).float().clamp(min=2.0**-126)     # zeros get the level 0
-        return [absmax * (1 + 0.02 * offset) for offset in offsets]
-
-    return encode(w, 64, candidates, lambda x: edges_below(x, NF4_EDGES), NF4)
-
-
-def dequantize_nf4(packed: Tensor, absmax: Tensor, dtype: torch.dtype = torch.bfloat16,
-                   out: Tensor | None = None) -> Tensor:
-    """From NF4: (N, K) in `dtype`."""
-    return dequantize_codes(packed, absmax, NF4, dtype, out)
-
-
-def quantize_bf16(w: Tensor) -> tuple[Tensor]:
-    """To 16 bits: (N, K) bf16."""
-    return (w.bfloat16(),)
-
-
-def dequantize_bf16(w: Tensor, dtype: torch.dtype = torch.bfloat16,
-                    out: Tensor | None = None) -> Tensor:
-    """From 16 bits: (N, K) in `dtype`."""
-    return w.to(dtype) if out is None else out.copy_(w)
-
-
-class Format(NamedTuple):
-    """How a base is written and read."""
-    quantize: Callable                           # tensors = quantize(w)
-    dequantize: Callable                         # w = dequantize(*tensors, dtype=..., out=...)
-
-
-FORMATS = {                                      # the choices of --base
-    "nvfp4": Format(quantize, dequantize),
-    "bf16": Format(quantize_bf16, dequantize_bf16),
-    "mxfp4": Format(quantize_mxfp4, dequantize_mxfp4),
-    "nf4": Format(quantize_nf4, dequantize_nf4),
-}
 
 
 # -----------------------------------------------------------------------------
 # A frozen weight
 
 class Weight:
-    """A frozen weight W (N, K) in one of the formats; NVFP4 on a GPU is a marlin_fp4.PackedWeight.
+    """A frozen weight W (N, K), in bf16 or NVFP4; NVFP4 on a GPU is a marlin_fp4.PackedWeight.
 
-    tensors, dequantize: the format's. dtype: of W once it is decoded, and of the x that it
+    tensors: W alone in bf16, or NVFP4's three. dtype: of W once it is decoded, and of the x that it
     multiplies.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], dequantize: Callable, shape: tuple[int, int],
-                 dtype: torch.dtype):
+    def __init__(self, tensors: tuple[Tensor, ...], shape: tuple[int, int], dtype: torch.dtype):
         self.tensors = tensors
-        self._dequantize = dequantize
         self.N, self.K = shape
         self.dtype = dtype
         self.device = tensors[0].device
@@ -325,10 +209,16 @@ class Weight:
     def dequantize(self, out: Tensor | None = None) -> Tensor:
         """W (N, K) in self.dtype, not to be written to; or in `out` (any row stride)."""
         if self.device.type != "cpu":
-            return self._dequantize(*self.tensors, dtype=self.dtype, out=out)
+            return self._decode(out)
         if self.dense is None:                   # a CPU takes longer to decode W than to multiply
-            self.dense = self._dequantize(*self.tensors, dtype=self.dtype)
+            self.dense = self._decode()
         return self.dense if out is None else out.copy_(self.dense)
+
+    def _decode(self, out=None):
+        if len(self.tensors) == 3:
+            return dequantize(*self.tensors, self.dtype, out)
+        w, = self.tensors
+        return w.to(self.dtype) if out is None else out.copy_(w)
 
     def expands(self, rows: int) -> bool:
         """Whether a decode step of `rows` rows first dequantizes all of W. A Weight in codes always
@@ -341,12 +231,13 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
     """Quantize the matrices (N_i, K) of a fused linear, such as [q, k, v], to one Weight (sum of
     N_i, K) of format `base`.
     """
+    if base == "bf16":
+        w = torch.cat(weights).bfloat16()
+        return Weight((w,), w.shape, dtype)
+    assert base == "nvfp4", base
     # Not converted to `dtype` first: quantize() rounds the usual scale to the checkpoint's own.
-    if base == "nvfp4":
-        scale = global_scale_for(*weights)
-        return fuse([quantize(w, scale) for w in weights], dtype)
-    w = torch.cat(weights).to(dtype)
-    return Weight(FORMATS[base].quantize(w), FORMATS[base].dequantize, w.shape, dtype)
+    scale = global_scale_for(*weights)
+    return fuse([quantize(w, scale) for w in weights], dtype)
 
 
 def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weight:
@@ -366,4 +257,4 @@ def plain_weight(packed: Tensor, block_scale: Tensor, row_scale: Tensor,
                  dtype: torch.dtype) -> Weight:
     """An NVFP4 matrix (N, K) with a global scale for each row as a Weight."""
     shape = len(packed), 2 * packed.shape[1]
-    return Weight((packed, block_scale, row_scale), dequantize, shape, dtype)
+    return Weight((packed, block_scale, row_scale), shape, dtype)

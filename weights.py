@@ -124,13 +124,13 @@ class ModelFolder:
 
         base None, if the user did not choose: 16 bits for a folder into which tools.convert merged
         an adapter, or that --train full wrote, since 4 bits round away most of what training
-        changed. Asking for 4 bits, as train.py always does, prints a warning.
+        changed. Asking for NVFP4, as train.py always does, prints a warning.
         """
         trained = self.config.get("merged_adapter") or self.config.get("trained_from")
         if self.config.get("quantization_config"):       # has no 16 bits to keep
             trained = None
-        if trained and base not in (None, "bf16"):
-            say(f"{self.path}: rounding to {base} loses most of what training changed: use --base "
+        if trained and base == "nvfp4":
+            say(f"{self.path}: rounding to nvfp4 loses most of what training changed: use --base "
                 "bf16")
         return base or ("bf16" if trained else "nvfp4")
 

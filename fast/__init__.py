@@ -11,7 +11,6 @@ from ops import ON_GPU
 # The twins: each stands in for the function of its name that is marked @twin_in_kernels.
 TWINS = (
     kernels.attend_spans, kernels.attend_spans_backward, kernels.merge,                 # attention
-    kernels.dequantize_codes,                                                           # nvfp4
     kernels.elementwise, kernels.swiglu, kernels.swiglu_backward, kernels.softmax_at)   # ops
 
 ON_GPU.update({twin.__name__: twin for twin in TWINS})

@@ -142,7 +142,7 @@ def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> Atte
 def launch_matmul(linear: Linear, x: torch.Tensor, decode_matmul: Callable) -> UnfinishedLinear:
     """Launches the linear's matmul with x (n, K); a kernel of kernels.py finishes it.
 
-    decode_matmul: for packed weights and few rows; other weights are expanded to bf16 first.
+    decode_matmul: for few rows of a PackedWeight; all else takes expanded_matmul.
     """
     R = linear.rank
     a = linear.working_a if R else None

@@ -396,7 +396,7 @@ def hopper_config(N: int, K: int, M: int) -> HopperConfig:
 
 
 def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
-                  slabs: torch.Tensor | None = None, pdl: bool = False) -> MatmulSlabs:
+                  pdl: bool = False) -> MatmulSlabs:
     """The fast twin of marlin_fp4.portable_matmul: same arguments, same result. AssertionError on
     another GPU.
 
@@ -409,7 +409,7 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
     device = weight.device
     assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
     config = hopper_config(N, K, M)
-    R, plan, slabs = prepare_launch(x, weight, lora_a, slabs, config)
+    R, plan, slabs = prepare_launch(x, weight, lora_a, config)
     # Made at each launch, which happens once: decode steps are CUDA graphs.
     codes_map = TensorDescriptor.from_tensor(
         weight.codes.view(-1, TILE_SIDE // 4), [TILE_SIDE, TILE_SIDE // 4], ROWS_64B.value)

@@ -2,7 +2,7 @@
 Triton kernels: everything in a decode step between two matmuls, and the learner's fast twins.
 
     the decode step        from the embedding to the draw; decode.py says which kernel comes when
-    the learner's twins    of the functions that ops.py, attention.py and nvfp4.py mark with
+    the learner's twins    of the functions that ops.py and attention.py mark with
                            @twin_in_kernels; those are the reference, in plain torch
 
 The matmuls themselves are in marlin_fp4.py and hopper_fp4.py.
@@ -44,7 +44,6 @@ import triton.language as tl
 
 from attention import Spans
 from marlin_fp4 import w_pieces
-from nvfp4 import byte_table
 
 INF = tl.constexpr(float("inf"))
 LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: -inf - -inf would be NaN
@@ -1042,39 +1041,3 @@ def softmax_at_kernel(
             p = tl.exp(tl.load(products_ptr + col, mask=col < V, other=0.0) * scale - lse)
             value = tl.where(col == target, 1.0, 0.0) - tl.where(col < live, p, 0.0)
             tl.store(ahead_ptr + row * V + col, value, mask=col < V)
-
-
-def dequantize_codes(packed: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor,
-                     dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Twin of nvfp4.dequantize_codes, for MXFP4 and NF4 (NVFP4 on a GPU is a PackedWeight)."""
-    # Without it NVFP4 would be compared with torch's temporaries, not with these formats.
-    N, K_bytes = packed.shape
-    if out is not None and out.dtype != dtype:   # the kernel rounds to what it stores
-        return out.copy_(dequantize_codes(packed, scale, levels, dtype))
-    if out is None:
-        out = torch.empty(N, 2 * K_bytes, dtype=dtype, device=packed.device)
-    look_up_kernel[N, triton.cdiv(K_bytes, 2048)](
-        packed, scale.contiguous(), byte_table(levels, packed.device), out, out.stride(0), K_bytes,
-        K_bytes // scale.shape[1], BYTES=2048, num_warps=8)
-    return out
-
-
-@triton.jit
-def look_up_kernel(
-    packed_ptr,        # uint8 (N, K_BYTES)
-    scale_ptr,         # fp32 (N, K_BYTES / block_bytes)
-    pairs_ptr,         # fp32 (256, 2)     the two values of a byte's codes, nvfp4.byte_table
-    w_ptr,             # (N, K)            takes the weight; its row stride is w_stride
-    w_stride, K_BYTES, block_bytes, BYTES: tl.constexpr,
-):
-    """One program does BYTES bytes of a row, two weights each."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    live = at < K_BYTES
-    byte = tl.load(packed_ptr + row * K_BYTES + at, mask=live, other=0).to(tl.int32)
-    scale_at = row * (K_BYTES // block_bytes) + at // block_bytes
-    scale = tl.load(scale_ptr + scale_at, mask=live, other=0.0)
-    even = tl.load(pairs_ptr + 2 * byte) * scale
-    odd = tl.load(pairs_ptr + 2 * byte + 1) * scale
-    k = tl.program_id(1) * 2 * BYTES + tl.arange(0, 2 * BYTES)
-    tl.store(w_ptr + row * w_stride + k, tl.interleave(even, odd), mask=k < 2 * K_BYTES)

@@ -33,7 +33,6 @@ from pathlib import Path
 
 import aqn
 import grpo
-import nvfp4
 from files import UserError, read_json
 from prompts import STYLES
 from tasks.problems import SUFFIXES
@@ -79,7 +78,7 @@ class Model:
                          "weight, with defaults --base bf16 and --lr 3e-6 (bundled model: its "
                          "own rate)",
                          choices=("lora", "full"))
-    base: str = setting("nvfp4", "format of the frozen linear layers", choices=nvfp4.FORMATS)
+    base: str = setting("nvfp4", "format of the frozen linear layers", choices=("nvfp4", "bf16"))
     calibrate: int | None = setting(
         None, "choose the NVFP4 codes by GPTQ on the model's answers to N training problems, and "
         "save the weights in OUT/base; 0: off (default: 128 when a GPU converts a 16-bit model to "

@@ -63,8 +63,7 @@ GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: thr
 LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
 FRAGMENTS = 0.03                                       # of the limit; torch's segments can grow
-# Bits of a weight in each of nvfp4.FORMATS, scales included.
-BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bf16": 16}
+BITS = {"nvfp4": 4.5, "bf16": 16}                      # of a weight, scales included
 
 
 class Limits(NamedTuple):

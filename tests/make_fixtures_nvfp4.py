@@ -1,46 +1,31 @@
 """
-Writes nvfp4_reference.safetensors: small weights, quantized by other packages, for test_nvfp4.py.
+Writes nvfp4_reference.safetensors: small weights, quantized by compressed-tensors, for test_nvfp4.py.
 
-    pip install torch compressed-tensors==0.20.0 bitsandbytes==0.50.2 && python tests/make_fixtures_nvfp4.py
+    pip install torch compressed-tensors==0.20.0 && python tests/make_fixtures_nvfp4.py
 
-The project and its tests need neither package. Each case has w (N, K) and its packed, scale and decoded tensors; NVFP4
-cases also have `inverse`, the global scale as compressed-tensors stores it.
+The project and its tests do not need that package. Each case has w (N, K), its packed, scale and decoded tensors, and
+`inverse`, the global scale as compressed-tensors stores it.
 """
 from pathlib import Path
 
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
+from compressed_tensors.quantization.quant_scheme import NVFP4A16
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
 
-def compressed_tensors_case(w, compressor, preset, block, inverse=None):
-    scheme = QuantizationScheme(targets=["Linear"], **preset)
-    blocks = w.unflatten(1, (-1, block))
-    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=inverse)
-    state = {"weight": w, "weight_scale": scale}
-    if inverse is not None:
-        state["weight_global_scale"] = inverse
-    state = compressor.compress(state, scheme)
-    decoded = compressor.decompress(state, scheme)["weight"]
-    return dict(w=w, packed=state["weight_packed"], scale=state["weight_scale"], decoded=decoded.bfloat16())
-
-
-def nvfp4_case(w, inverse):
+def case(w, inverse):
     inverse = torch.tensor([inverse], dtype=torch.float32)
-    return compressed_tensors_case(w, NVFP4PackedCompressor, NVFP4A16, 16, inverse) | {"inverse": inverse}
-
-
-def nf4_case(w):
-    packed, state = quantize_4bit(w, blocksize=64, quant_type="nf4")
-    decoded = dequantize_4bit(packed, state)
-    packed = packed.view(w.shape[0], -1)
-    packed = packed >> 4 | packed << 4                              # bitsandbytes keeps even k in the HIGH nibble
-    return dict(w=w, packed=packed, scale=state.absmax.view(w.shape[0], -1), decoded=decoded)
+    scheme = QuantizationScheme(targets=["Linear"], **NVFP4A16)
+    blocks = w.unflatten(1, (-1, 16))
+    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=inverse)
+    state = {"weight": w, "weight_scale": scale, "weight_global_scale": inverse}
+    state = NVFP4PackedCompressor.compress(state, scheme)
+    decoded = NVFP4PackedCompressor.decompress(state, scheme)["weight"]
+    return dict(w=w, inverse=inverse, packed=state["weight_packed"], scale=state["weight_scale"],
+                decoded=decoded.bfloat16())
 
 
 def corner_weights():
@@ -66,14 +51,12 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     w = torch.randn(8, 64) * torch.logspace(-3, 0, 8)[:, None]      # rows of very different magnitude
     cases = {
-        "nvfp4_bf16": nvfp4_case(w.bfloat16(), 2.0**10),
-        "nvfp4_fp32": nvfp4_case(w, 2.0**10),
-        "nvfp4_corners_bf16": nvfp4_case(corner_weights().bfloat16(), 1.0),
-        "nvfp4_corners_fp32": nvfp4_case(corner_weights(), 1.0),
-        "nvfp4_amax": nvfp4_case(w.bfloat16(), 2688 / w.bfloat16().abs().max().item()),
-        "nvfp4_maxima_bf16": nvfp4_case(every_bf16_maximum(), 2688 * 1024 / 2026),
-        "mxfp4_bf16": compressed_tensors_case(w.bfloat16(), MXFP4PackedCompressor, MXFP4A16, 32),
-        "nf4_bf16": nf4_case(w.bfloat16()),
+        "bf16": case(w.bfloat16(), 2.0**10),
+        "fp32": case(w, 2.0**10),
+        "corners_bf16": case(corner_weights().bfloat16(), 1.0),
+        "corners_fp32": case(corner_weights(), 1.0),
+        "amax": case(w.bfloat16(), 2688 / w.bfloat16().abs().max().item()),
+        "maxima_bf16": case(every_bf16_maximum(), 2688 * 1024 / 2026),
     }
-    tensors = {f"{case}.{part}": t.contiguous() for case, parts in cases.items() for part, t in parts.items()}
+    tensors = {f"{name}.{part}": t.contiguous() for name, parts in cases.items() for part, t in parts.items()}
     save_file(tensors, Path(__file__).parent / "nvfp4_reference.safetensors")

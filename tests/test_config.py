@@ -72,7 +72,7 @@ def test_edge_of_range_is_accepted(flags):
 
 @pytest.mark.parametrize("flags", [
     "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17 --prompts-per-step 16",
-    "--calibrate 8 --base nf4", "--noise-schedule cosine --sigma-start 0", "--noise-stages 4 --sigma-start 0",
+    "--calibrate 8 --base bf16", "--noise-schedule cosine --sigma-start 0", "--noise-stages 4 --sigma-start 0",
     "--sigma-end 1e-4 --sigma-start 0"])
 def test_contradicting_flags_are_rejected(flags):
     flag = flags.split()[0]
@@ -139,8 +139,8 @@ def test_paper_recipe_matches_table_4():
 
 
 def test_default_out_names_model_base_data_and_seed():
-    named = settings_of("--model", "x/qwen", "--base", "nf4", "--data", "my/sums.jsonl", "--seed", "7")
-    assert named.general.out == "runs/qwen-nf4-sums-7"
+    named = settings_of("--model", "x/qwen", "--base", "bf16", "--data", "my/sums.jsonl", "--seed", "7")
+    assert named.general.out == "runs/qwen-bf16-sums-7"
 
 
 def test_config_does_not_copy_an_automatic_calibrate(run):

@@ -72,7 +72,7 @@ class OneLinear(torch.nn.Module):
         self.linear, self.layers, self.dtype = linear, [], dtype
 
 
-@pytest.mark.parametrize("kind", ["bf16", "nvfp4", "foreign", "mxfp4", "nf4"])
+@pytest.mark.parametrize("kind", ["bf16", "nvfp4", "foreign"])
 @pytest.mark.parametrize("parts", [(48,), (64, 16, 16), (40, 24)])
 def test_gradients_match_autograd_through_the_merged_matrix(kind, parts):
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import torch
 import marlin_fp4
 from fast.hopper_fp4 import HOPPER_CONFIGS, hopper_config, hopper_matmul
 from marlin_fp4 import capability, expanded_matmul, pack, plan_stripes, portable_matmul
-from nvfp4 import FORMATS, freeze
+from nvfp4 import freeze
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 hopper = pytest.mark.skipif(not (torch.cuda.is_available() and capability(torch.device("cuda", 0))[0] == 9),
@@ -140,7 +140,7 @@ def test_weight_expands_beyond_most_rows(monkeypatch, capability, most):
     assert not weight.expands(most) and weight.expands(most + 1)
 
 
-@pytest.mark.parametrize("base", [*FORMATS, "packed"])
+@pytest.mark.parametrize("base", ["bf16", "nvfp4", "packed"])
 @pytest.mark.parametrize("M,R", [(1, 0), (5, 8), (33, 3)])
 def test_expanded_matmul_matches_float64(monkeypatch, base, M, R):
     dtype = torch.bfloat16
@@ -238,14 +238,13 @@ def test_dequantize_fills_only_its_slice(global_scale):
 @pytest.mark.parametrize("N,K,R", [(128, 128, 0), (300, 272, 6), (1152, 896, 48), (896, 4864, 32), (4608, 3584, 96)])
 @pytest.mark.parametrize("M", [1, 5, 16, 31, 64, 100, 256, 300])
 @ours
-def test_decode_matmul_matches_float64_and_repeats(matmul, M, N, K, R):
+def test_decode_matmul_matches_float64_and_repeats(monkeypatch, matmul, M, N, K, R):
     weight, w = random_weight(N, K, "cuda")
     x, a = torch.randn(M, K, device="cuda").bfloat16(), torch.randn(R, K, device="cuda").bfloat16()
-    sums = matmul(x, weight, a if R else None).sums
-    first = None
+    empty, first = torch.empty, None
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kind: empty(*shape, **kind).fill_(float("nan")))
     for pdl in (False, capability(x.device) >= (9, 0)):
-        sums.fill_(float("nan"))
-        y, xa = total(matmul(x, weight, a if R else None, slabs=sums, pdl=pdl), N, R)
+        y, xa = total(matmul(x, weight, a if R else None, pdl=pdl), N, R)
         assert first is None or torch.equal(first, y)
         first = y
         # fp32 accumulation: at most K roundings of 2^-24 of the magnitudes, in practice far fewer.

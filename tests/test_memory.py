@@ -16,7 +16,6 @@ import torch
 from helpers import ROOT, attach_to_some
 
 import grpo
-import nvfp4
 from files import UserError
 from harness import memory, setup
 from harness.config import Rollout, read_settings
@@ -97,7 +96,7 @@ def test_plan_adds_up_to_limit_and_leaves_no_gradient(gpu, capsys):
     assert not gpu.adapter.master.grad.any()
 
 
-@pytest.mark.parametrize("base,expands", [("bf16", False), ("nvfp4", True), ("mxfp4", True), ("nf4", True)])
+@pytest.mark.parametrize("base,expands", [("bf16", False), ("nvfp4", True)])
 def test_plan_counts_largest_expanded_weight(gpu, tiny, monkeypatch, base, expands):
     # Without a kernel for packed weights, a decode step expands gate|up to 16 bits. A bf16 base needs no copy.
     free = []
@@ -303,7 +302,7 @@ def test_resume_reuses_plan_unless_memory_gib_changes():
     assert setup.limits_at_start(before, Limits(9.0)) is setup.limits_at_start(None, Limits()) is None
 
 
-@pytest.mark.parametrize("base", nvfp4.FORMATS)
+@pytest.mark.parametrize("base", memory.BITS)
 def test_estimated_model_bytes_match_allocation(tiny, base):
     model = load(tiny["tied"].folder, base, "cpu", torch.bfloat16)
     adapter = attach(model, rank=4)

@@ -1,10 +1,9 @@
 """
-The formats against numbers by hand and against the bytes of compressed-tensors and bitsandbytes, stored by
-make_fixtures_nvfp4.py; a frozen weight against float64.
+NVFP4 against numbers by hand and against the bytes of compressed-tensors, stored by make_fixtures_nvfp4.py; a frozen
+weight against float64.
 
 python -m pytest tests/test_nvfp4.py -v
 """
-import statistics
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from helpers import same_bytes
 from safetensors.torch import load_file
 
 import nvfp4
-from nvfp4 import FORMATS, dequantize, freeze, fuse, global_scale_for, quantize
+from nvfp4 import dequantize, freeze, fuse, global_scale_for, quantize
 
 REFERENCE = load_file(Path(__file__).parent / "nvfp4_reference.safetensors")
 CASES = sorted({name.split(".")[0] for name in REFERENCE})
-BASES = ["nvfp4", "bf16", "mxfp4", "nf4"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU")
 
 
@@ -25,46 +23,28 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares t
 # Against other implementations
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_match_compressed_tensors_and_bitsandbytes(case):
-    # bitsandbytes puts the first code in the high nibble, nvfp4.py in the low one, so make_fixtures_nvfp4.nf4_case
-    # stored its bytes with their nibbles swapped.
-    want = {part: REFERENCE[f"{case}.{part}"] for part in ("w", "packed", "scale", "decoded")}
-    base = case.split("_")[0]
-    if base == "nvfp4":
-        tensors = quantize(want["w"], 1 / REFERENCE[f"{case}.inverse"].reshape(()), offsets=[0])
-    else:
-        tensors = FORMATS[base].quantize(want["w"], offsets=[0])
+def test_bytes_match_compressed_tensors(case):
+    want = {part: REFERENCE[f"{case}.{part}"] for part in ("w", "inverse", "packed", "scale", "decoded")}
+    tensors = quantize(want["w"], 1 / want["inverse"].reshape(()), offsets=[0])
     assert same_bytes(tensors[0], want["packed"])
     assert same_bytes(tensors[1], want["scale"])
-    assert torch.equal(FORMATS[base].dequantize(*tensors), want["decoded"].bfloat16())
-
-
-def test_nf4_levels_are_normal_quantiles():
-    # QLoRA, appendix E: 8 quantiles above 0 and 7 below, evenly spaced in probability and scaled to +-1. The outermost
-    # probability is 1 minus the mean of 1 / 32 and 1 / 30, half a step of 16 and of 15 levels.
-    quantile, outer = statistics.NormalDist().inv_cdf, 1 - (1 / 32 + 1 / 30) / 2
-    upper = [quantile(outer + (0.5 - outer) * i / 8) for i in range(8)]
-    lower = [-quantile(outer + (0.5 - outer) * i / 7) for i in range(7)]
-    levels = torch.tensor(sorted(lower + [0.0] + upper)) / upper[0]
-    assert torch.allclose(nvfp4.NF4, levels, atol=1e-5), (nvfp4.NF4 - levels).abs().max()
+    assert torch.equal(dequantize(*tensors), want["decoded"].bfloat16())
 
 
 @needs_gpu
-@pytest.mark.parametrize("base", BASES)
-def test_gpu_and_cpu_give_the_same_bytes(base):
+def test_gpu_and_cpu_give_the_same_bytes():
     torch.manual_seed(0)
     w = torch.randn(65, 192).bfloat16()
-    encode, decode = FORMATS[base]
-    there, here = encode(w.cuda()), encode(w)
+    there, here = quantize(w.cuda()), quantize(w)
     assert all(same_bytes(a.cpu(), b) for a, b in zip(there, here))
-    assert torch.equal(decode(*there).cpu(), decode(*here))
+    assert torch.equal(dequantize(*there).cpu(), dequantize(*here))
     wide = torch.zeros(65, 200, device="cuda", dtype=torch.bfloat16)
-    decode(*there, out=wide[:, :192])
-    assert torch.equal(wide[:, :192].cpu(), decode(*here)) and not wide[:, 192:].any()
+    dequantize(*there, out=wide[:, :192])
+    assert torch.equal(wide[:, :192].cpu(), dequantize(*here)) and not wide[:, 192:].any()
 
 
 # -----------------------------------------------------------------------------
-# NVFP4 by hand
+# By hand
 
 def e2m1(code):
     """A code's value by the standard: sign, 2 exponent bits with bias 1, 1 mantissa bit, subnormal at exponent 0."""
@@ -124,59 +104,47 @@ def test_nonfinite_weights_are_refused():
             quantize(torch.full((1, 16), bad))
 
 
-# -----------------------------------------------------------------------------
-# All bases
-
-@pytest.mark.parametrize("base,block", [("nvfp4", 16), ("mxfp4", 32), ("nf4", 64)])
-def test_ragged_k_is_refused(base, block):
-    with pytest.raises(ValueError, match=f"K={3 * block // 2} .*{block}"):
-        FORMATS[base].quantize(torch.zeros(2, 3 * block // 2))
+def test_ragged_k_is_refused():
+    with pytest.raises(ValueError, match="K=24 .*16"):
+        quantize(torch.zeros(2, 24))
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_encoding_in_chunks_changes_nothing(base, monkeypatch):
+def test_quantizing_in_chunks_changes_nothing(monkeypatch):
     torch.manual_seed(0)
     w = torch.randn(13, 128)
-    encode, decode = FORMATS[base]
-    whole = encode(w)
+    whole = quantize(w)
+    decoded = dequantize(*whole)
     monkeypatch.setattr(nvfp4, "WEIGHTS_AT_A_TIME", 3 * 128)        # 3 rows at a time, 1 in the last chunk
-    chunked = encode(w)
-    assert all(same_bytes(a, b) for a, b in zip(whole, chunked)) and torch.equal(decode(*whole), decode(*chunked))
+    assert all(same_bytes(a, b) for a, b in zip(whole, quantize(w))) and torch.equal(decoded, dequantize(*whole))
 
 
 # -----------------------------------------------------------------------------
 # The search for a block's scale
 
-SEARCHED = {"nvfp4": (16, range(-4, 7)), "mxfp4": (32, (-1, 0, 1)), "nf4": (64, range(-10, 1))}
-
-
-def squared_errors(base, w, weigh=1.0, **options):
+def squared_errors(w, weigh=1.0, **options):
     """The squared error of each scale_block, float64."""
-    encode, decode = FORMATS[base]
-    decoded = decode(*encode(w, **options), dtype=torch.float32).double()
-    return ((w.double() - decoded).square() * weigh).unflatten(1, (-1, SEARCHED[base][0])).sum(-1)
+    decoded = dequantize(*quantize(w, **options), torch.float32).double()
+    return ((w.double() - decoded).square() * weigh).unflatten(1, (-1, 16)).sum(-1)
 
 
-@pytest.mark.parametrize("base", SEARCHED)
-def test_each_block_gets_the_best_scale_tried(base):
+def test_each_block_gets_the_best_scale_tried():
     torch.manual_seed(0)
     w = torch.randn(40, 256) * torch.logspace(-3, 1, 40)[:, None]
     w[0, :64] = 0
-    each = torch.stack([squared_errors(base, w, offsets=[offset]) for offset in SEARCHED[base][1]])
+    each = torch.stack([squared_errors(w, offsets=[offset]) for offset in range(-4, 7)])
     best = each.amin(0)
     # Errors are compared in fp32, so of two that differ by 2^-20 either may win.
-    assert (squared_errors(base, w) <= best * (1 + 2**-20)).all()
-    nearest = squared_errors(base, w, offsets=[0])
-    assert best.sum() < 0.85 * nearest.sum() if base == "nvfp4" else best.sum() < nearest.sum()
+    assert (squared_errors(w) <= best * (1 + 2**-20)).all()
+    assert best.sum() < 0.85 * squared_errors(w, offsets=[0]).sum()
 
 
 def test_importance_weighs_the_search():
     torch.manual_seed(0)
     w = torch.randn(64, 128)
     importance = torch.rand(128) ** 4
-    weighed = squared_errors("nvfp4", w, importance.double(), importance=importance).sum()
-    assert weighed < 0.95 * squared_errors("nvfp4", w, importance.double()).sum()
-    each = torch.stack([squared_errors("nvfp4", w, importance.double(), offsets=[o]) for o in range(-4, 7)])
+    weighed = squared_errors(w, importance.double(), importance=importance).sum()
+    assert weighed < 0.95 * squared_errors(w, importance.double()).sum()
+    each = torch.stack([squared_errors(w, importance.double(), offsets=[o]) for o in range(-4, 7)])
     assert abs(weighed - each.amin(0).sum()) <= 2**-20 * weighed
 
 
@@ -192,19 +160,15 @@ def test_relatively_tiny_blocks_become_zeros(amax):
 # -----------------------------------------------------------------------------
 # A frozen weight
 
-def exact(base, tensors):
-    """A format's tensors decoded by the standards' formulas -> (N, K) float64."""
-    if base == "bf16":
+def exact(tensors):
+    """A weight's tensors decoded by the standards' formulas -> (N, K) float64."""
+    if len(tensors) == 1:
         return tensors[0].double()
-    packed, scale = tensors[:2]
+    packed, block_scale, row_scale = tensors
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()           # even k in the low nibble
-    levels = nvfp4.NF4.double() if base == "nf4" else torch.tensor([e2m1(c) for c in range(16)], dtype=torch.float64)
-    if base == "nvfp4":
-        table = torch.tensor([e4m3(b) for b in range(256)], dtype=torch.float64)
-        scale = table[scale.view(torch.uint8).long()] * tensors[2].double().reshape(-1, 1)
-    elif base == "mxfp4":
-        scale = 2.0 ** (scale.double() - 127)
-    return levels[codes] * scale.double().repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
+    values = torch.tensor([e2m1(c) for c in range(16)], dtype=torch.float64)[codes]
+    scales = torch.tensor([e4m3(b) for b in range(256)], dtype=torch.float64)[block_scale.view(torch.uint8).long()]
+    return values * scales.repeat_interleave(16, dim=1) * row_scale.double()[:, None]
 
 
 def some_parts(K=128, sizes=(40, 24, 9)):
@@ -223,17 +187,17 @@ UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}       # one rounding, 
 
 
 @pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("base", [*BASES, "foreign"])
+@pytest.mark.parametrize("base", ["nvfp4", "bf16", "foreign"])
 def test_weight_decodes_into_rows_of_any_stride(base, dtype):
     weight = fuse(foreign_parts(), dtype) if base == "foreign" else freeze(some_parts(), base, dtype)
-    want = exact("nvfp4" if base == "foreign" else base, weight.tensors)
+    want = exact(weight.tensors)
     assert (weight.N, weight.K, weight.dtype, weight.device.type) == (73, 128, dtype, "cpu")
     w = weight.dequantize()
     assert w.shape == (73, 128) and w.dtype == dtype
     # One rounding to dtype, and up to two of 2^-24 in a product of two or three fp32 factors.
     bound = (1.001 * UNIT[dtype] + 2**-23) * want.abs()
     assert ((w.double() - want).abs() <= bound).all()
-    if base in ("nvfp4", "mxfp4"):                                        # exact: the global scale is a power of two
+    if base == "nvfp4":                                                   # exact: the global scale is a power of two
         assert torch.equal(w.double(), want)
     for columns, step in ((128, 1), (200, 1), (400, 2)):                 # contiguous, with a margin, every other column
         wider = torch.full((80, columns), 7.0, dtype=dtype)
@@ -256,7 +220,7 @@ def test_freeze_shares_one_power_of_two_between_parts():
     assert same_bytes(block_scale, torch.cat([t[1] for t in alone]))
 
 
-@pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16), ("mxfp4", 4 + 8 / 32), ("nf4", 4.5)])
+@pytest.mark.parametrize("base,bits", [("bf16", 16), ("nvfp4", 4 + 8 / 16)])
 def test_nbytes_of_each_format(base, bits):
     rows = 4 * 73 if base == "nvfp4" else 0                               # one global scale per row
     held = sum(t.nbytes for t in freeze(some_parts(), base, torch.bfloat16).tensors)

@@ -336,7 +336,7 @@ def test_bundled_model_learns(runs):
     assert metrics[0]["eval_accuracy_before"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
-@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1 --base nf4 --lr-schedule wsd",
+@pytest.mark.parametrize("flags", ["--loss grpo --kl-beta 0.1 --base bf16 --lr-schedule wsd",
                                    "--loss gspo --advantage-scale none --correction off --overlong keep",
                                    *(f"--loss {loss}" for loss in LOSSES
                                      if loss not in ("grpo", "dapo", "dr_grpo", "gspo"))])      # a fork's losses

@@ -1,11 +1,10 @@
 """
-Measure sampling, training and steps on a GPU, with random weights.
+Measure sampling and training steps on a GPU, with random weights.
 
     python -m tools.bench step --model 7b --prompts 64
     python -m tools.bench step --model 7b --prompts 2 --new 4096
     python -m tools.bench step --model 32b --memory-gib 48
     python -m tools.bench rollout --model 7b --batch 1,8,64,256
-    python -m tools.bench linears --model 7b
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b
 
 step       a GRPO step with train.py's sampler, memory plan and update, on
@@ -14,8 +13,6 @@ step       a GRPO step with train.py's sampler, memory plan and update, on
 rollout    tokens/s of the sampler, prefill and host included: B sequences in
            groups of gcd(B, 8), with an adapter, ignoring end ids;
            "preempted": rows that waited for KV blocks
-linears    a layer's four linears in a row, as in a decode step; "chain": ours,
-           without adding up slabs (other kernels do that); "cublas": bf16
 
 All output is JSON: a line with the flags and the machine, then a line per case.
 """
@@ -52,9 +49,6 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
     "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True)}
 LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
-PARTS = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1}              # each has its own LoRA A
-TRAFFIC = 400e6                                  # bytes of weights per graph: 7 times an H200's L2
-BYTES = 0.5625                                   # of an NVFP4 weight
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
@@ -95,87 +89,6 @@ def drawn_lengths(count, low, high, mean):
     for _ in range(20):                          # cutting the tail lowers the mean: scale it back
         excess *= (mean - low) / excess.clamp(max=high - low).mean()
     return (low + excess).clamp(max=high).round().int().tolist()
-
-
-def fused_shapes(size):
-    """name -> (N, K) of the four fused linears of a layer."""
-    c = qwen.ModelConfig(*SIZES[size])
-    heads = (c.heads + 2 * c.kv_heads) * c.head_dim
-    return {"qkv": (heads, c.width), "o": (c.width, c.heads * c.head_dim),
-            "gate_up": (2 * c.feed_forward, c.width), "down": (c.width, c.feed_forward)}
-
-
-def random_weight(N, K):
-    """A PackedWeight of random codes and scales."""
-    from marlin_fp4 import pack
-    codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device=DEVICE)
-    scales = torch.randint(40, 100, (N, K // 16), dtype=torch.uint8, device=DEVICE)
-    return pack(codes, scales.view(torch.float8_e4m3fn), torch.ones((), device=DEVICE))
-
-
-def graph_times(*works):
-    """GPU seconds of each work() as a CUDA graph: medians of nine replays."""
-    # The graphs take turns, so that changes of the card's clock affect all of them alike.
-    graphs = []
-    for work in works:
-        with torch.cuda.stream(torch.cuda.Stream()):             # compiles and warms up
-            work()
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            work()
-        graphs[-1].replay()
-    times = torch.zeros(9, len(graphs))
-    for i in range(9):
-        for j, graph in enumerate(graphs):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[i, j] = start.elapsed_time(end) / 1e3
-    return times.median(0).values
-
-
-def random_bf16(*shape):
-    return torch.randn(shape, device=DEVICE).bfloat16()
-
-
-def decode_figures(shapes, M, rank, kernels):
-    """Figures of the decode matmul with M rows, for one layer."""
-    from fast.decode import decode_matmul_for
-    decode_matmul = functools.partial(decode_matmul_for(DEVICE, kernels),
-                                      pdl=torch.cuda.get_device_capability(DEVICE) >= (9, 0))
-    layers = math.ceil(TRAFFIC / (BYTES * sum(N * K for N, K in shapes.values())))
-    operands = []
-    for name, (N, K) in shapes.items():
-        x = random_bf16(M, K)
-        weights = [random_weight(N, K) for _ in range(layers)]
-        lora = [random_bf16(PARTS[name] * rank, K) for _ in weights]
-        slabs = decode_matmul(x, weights[0], lora[0]).sums
-        dense = [random_bf16(N, K) for _ in weights]
-        operands.append((x, weights, lora, slabs, dense))
-
-    def ours():
-        for i in range(layers):
-            for x, weights, lora, slabs, _ in operands:
-                decode_matmul(x, weights[i], lora[i], slabs=slabs)
-
-    def theirs():
-        for i in range(layers):
-            for x, *_, dense in operands:
-                x @ dense[i].T
-
-    chain, cublas = (graph_times(ours, theirs) / layers).tolist()
-    return {"rows": M, "chain_us": chain * 1e6, "cublas_us": cublas * 1e6,
-            "cublas_of_chain": cublas / chain}
-
-
-def linears(args: argparse.Namespace) -> Iterator[dict]:
-    """The four linears of a layer against cuBLAS, for each number of rows."""
-    for M in args.rows:
-        yield decode_figures(fused_shapes(args.model), M, args.lora_rank, args.kernels)
 
 
 def load_figures(sampler, B, prompt, new):
@@ -237,20 +150,18 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
            **grpo.summarize(done.sums)}
 
 
-COMMANDS = {function.__name__: function for function in (linears, rollout, step)}
+COMMANDS = {function.__name__: function for function in (rollout, step)}
 
 
 def read_flags() -> argparse.Namespace:
     """The flags, and the command."""
-    parser = argparse.ArgumentParser(usage="bench {step,rollout,linears} [flags], --help lists "
-                                     "them", description=__doc__.strip(), allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="bench {step,rollout} [flags], --help lists them",
+                                     description=__doc__.strip(), allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=COMMANDS)
     add("--model", choices=SIZES, default="7b", metavar="SIZE", help=f"{', '.join(SIZES)} "
         "(default: 7b)")
-    add("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256], metavar="N",
-        help="linears: numbers of rows of x (default: 1 8 16 32 64 128 256)")
     add("--batch", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32, 64, 256],
         metavar="N,N", help="rollout: sequences decoded at a time (default: 1,8,32,64,256)")
     add("--prompt", type=number(int, "[1, 1e6]"), default=256, metavar="N", help="rollout: tokens "
@@ -263,7 +174,7 @@ def read_flags() -> argparse.Namespace:
         "GiB (default: memory plan for step; as needed, at most half the free memory, for rollout)")
     for name, default in dict(base="nvfp4", lora_rank=32, kernels=None, group_size=8,
                               max_rows=None, memory_gib=None, micro_batch_tokens=None).items():
-        add_flag(parser, name, default)          # of a step all, of the others the first three
+        add_flag(parser, name, default)          # of a step all, of rollout the first three
     return parser.parse_args()
 
 
