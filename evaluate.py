@@ -95,9 +95,7 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
 
 def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     """The command line. UserError for all that can be refused before anything is loaded."""
-    parser = argparse.ArgumentParser(usage="evaluate.py [run] [flags], --help lists them",
-                                     description=__doc__.strip(), allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = env.parser("[run] [flags]", __doc__)
     add_model_flags(parser, "boxed")
     add = parser.add_argument
     add_flag(parser, "data", None, "as in train.py, of which the test split is used (default: the "
@@ -280,7 +278,7 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
 
 
 def main() -> None:
-    with env.one_line("evaluate.py"):
+    with env.one_line():
         args, run = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
         device, folder, tokenizer = open_model(args)

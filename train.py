@@ -30,7 +30,6 @@ import dataclasses
 import functools
 import math
 import operator
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -280,7 +279,7 @@ def main(arguments: list[str] | None = None,
     change(run) -> the run, perhaps with another `grade`, and the function that samples: see
     examples/calculator.py and examples/try_again.py.
     """
-    with env.one_line(Path(sys.argv[0]).name):   # a user error ends in one line, not a traceback
+    with env.one_line():                         # a user error ends in one line, not a traceback
         settings, earlier = read_settings(arguments)
         claim(Path(settings.general.out), earlier is not None)    # no other run writes there
         run, sample = prepare(settings, earlier), sample_answers

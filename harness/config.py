@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aqn
+import env
 import grpo
 import nvfp4
 from files import UserError, read_json
@@ -296,11 +297,10 @@ def add_flags(parser: argparse.ArgumentParser, local: bool) -> None:
 def new_parser() -> argparse.ArgumentParser:
     """The parser of train.py: --config, --resume and a flag for every setting."""
     tiny = ", ".join(f"{option(name)} {value}" for name, value in TINY_DEFAULTS.items())
-    parser = argparse.ArgumentParser(
-        description="Train a Qwen2.5 or Qwen3 model with GRPO/DAPO: frozen 4-bit weights, LoRA, AQN. "
-        "In the defaults, paper is arXiv 2510.11696 and release its authors' code.",
-        usage="train.py [flags], --help lists them", allow_abbrev=False,
-        epilog=f"Other defaults of the bundled model: {tiny}.")
+    parser = env.parser("[flags]", "Train a Qwen2.5 or Qwen3 model with GRPO/DAPO: frozen 4-bit "
+                        "weights, LoRA, AQN.\nIn the defaults, paper is arXiv 2510.11696 and "
+                        "release its authors' code.")
+    parser.epilog = f"Other defaults of the bundled model: {tiny}."
     parser.add_argument("--config", metavar="FILE", help=".json file whose settings become the "
                         "defaults: recipes/paper.json, or another run's run.json")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its "

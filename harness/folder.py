@@ -40,7 +40,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +89,6 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
     Rank 0 prints it. Another rank prints a line only for an error that may be its own, such as one
     of --reward: rank 0 only sees that a rank is lost.
     """
-    program = Path(sys.argv[0]).name
     for number in STOP_SIGNALS:
         signal.signal(number, env.stop_on_signal)
     try:
@@ -109,9 +107,9 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
         then = getattr(error, "then", FIX_AND_CONTINUE)
         if RANK == 0:
             message = "; ".join(filter(None, (first_line(error), saved, advice(then))))
-            env.end_with(f"{program}: {message}")
+            env.end_with(f"{env.program()}: {message}")
         if then == FIX_AND_CONTINUE:
-            env.end_with(f"{program}: rank {RANK}: {first_line(error)}")
+            env.end_with(f"{env.program()}: rank {RANK}: {first_line(error)}")
         env.end_at_once(1)
 
 
