@@ -334,7 +334,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     given = with_absolute_paths(given)
     require_repeated(held, given.keys(), path)
     if resume:
-        check_resumed(given, held)
+        check_resumed(given, held, file["about"])
     named = held | given
     values = Settings().flat()
     if named.get("train") == "full":
@@ -454,10 +454,15 @@ def check_together(settings: Settings) -> None:
                         "the adapter first: tools.convert)")
 
 
-def check_resumed(given: dict, held: dict) -> None:
-    """UserError if a flag contradicts run.json. Only --steps may grow, and MAY_MOVE may change.
-    held: the settings in run.json.
+def check_resumed(given: dict, held: dict, about: dict) -> None:
+    """UserError if a flag contradicts run.json, or if another program started the run. Only --steps
+    may grow, and MAY_MOVE may change. held, about: the settings and `about` in run.json.
     """
+    now = env.program()
+    was = about.get("program", now)
+    if was != now:                               # it may sample, grade or optimize differently
+        raise UserError(f"--resume: {given['out']} was started by {was}: resume it with {was}, or, "
+                        f"if that is now called {now}, change \"program\" in its run.json")
     for name, value in without_local(given).items():
         had = held.get(name)
         grows = name == "steps" and value > had

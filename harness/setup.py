@@ -265,11 +265,10 @@ def begin(run: Run) -> Progress:
     hardware = f"{WORLD} x {processor}"
     about = env.provenance(hardware)
     if earlier:
-        for what in ("hardware", "program"):     # a program may set a tool or an optimizer
-            was = earlier["about"].get(what, about[what])
-            if was != about[what]:
-                say(f"{what} was {was}, is now {about[what]}: results may differ from an "
-                    "uninterrupted run")
+        was = earlier["about"].get("hardware", hardware)
+        if was != hardware:
+            say(f"hardware was {was}, is now {hardware}: results may differ from an uninterrupted "
+                "run")
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.restore(counters)
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()

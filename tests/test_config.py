@@ -214,6 +214,12 @@ def test_resume_rejects_changed_settings(run, flags, refused):
         settings_of(*command)
 
 
+def test_resume_needs_the_program_that_started_the_run(run):
+    folder = run("--model", "x", about={"program": "python -m examples.calculator"})
+    with pytest.raises(UserError, match="resume it with python -m examples.calculator"):
+        settings_of("--resume", "--out", folder)
+
+
 def test_adapter_sets_rank_and_alpha(tmp_path, run):
     adapter = str(tmp_path / "adapter")
     tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in TARGETS}
