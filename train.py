@@ -44,7 +44,7 @@ import grpo
 from files import counted
 from harness import console
 from harness.config import Optim, Rollout, read_settings
-from harness.folder import claim, ending_with, signals_wait
+from harness.folder import ending_with, removed_if_empty, signals_wait
 from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
 from ranks import gather, say, share
@@ -281,10 +281,10 @@ def main(arguments: list[str] | None = None,
     """
     with env.one_line():                         # a user error ends in one line, not a traceback
         settings, earlier = read_settings(arguments)
-        claim(Path(settings.general.out), earlier is not None)    # no other run writes there
-        run, sample = prepare(settings, earlier), sample_answers
-        if change:
-            run, sample = change(run)
+        with removed_if_empty(Path(settings.general.out)):
+            run, sample = prepare(settings, earlier), sample_answers
+            if change:
+                run, sample = change(run)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         train(run, sample)

@@ -91,7 +91,7 @@ with env.one_line():
     (["train.py", "--model", "folder"], "folder/config.json"),
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json"),
     (["train.py", "--resume", "--out", "folder"], "folder/run.json"),
-    (["train.py", "--out", "taken"], "taken"),
+    (["train.py", "--out", "taken"], "taken"), (["train.py", "--out", "taken", "--reward", "no:f"], "--reward no:f"),
     (["train.py", "--prompt-style", "no:f"], "--prompt-style"), (["train.py", "--max-new-tokens", "999"], "new-tokens"),
     (["train.py", "--out", ""], "--out"), (["train.py", "--reward", "no:f"], "--reward no:f"),
     (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
@@ -110,7 +110,7 @@ def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, 
     with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1
         run_here(tmp_path, monkeypatch, *argv)
     assert named in stop.value.code and "\n" not in stop.value.code
-    assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "taken", "my.jsonl", "runs") and p.is_file()]
+    assert {path.name for path in tmp_path.rglob("*")} - {"runs"} == {"folder", "taken", "my.jsonl"}
 
 
 @pytest.mark.parametrize("argv", [["train.py", "--max-new-tokens", "8"], ["evaluate.py"]])
