@@ -12,7 +12,7 @@ Settings never change once they are made. A file of settings is JSON, flag name 
 
     the field's default
     FULL_DEFAULTS                   with --train full
-    TINY_DEFAULTS                   without --model: the bundled one
+    TINY_DEFAULTS                   with the bundled model
     --config FILE, or --resume      a recipe or another run's run.json; the run.json in --out
     the command line
 
@@ -236,8 +236,7 @@ FIELDS = {field.name: field for section in dataclasses.fields(Settings)
 assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
 
 
-# Without --model a run trains the bundled model on arithmetic, with sizes and a learning rate for
-# two CPU cores.
+# Defaults of the bundled model: arithmetic, with sizes and a learning rate for two CPU cores.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
                      max_new_tokens=48, lr=5e-4)
 
@@ -339,7 +338,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     values = Settings().flat()
     if named.get("train") == "full":
         values |= FULL_DEFAULTS
-    if "model" not in named:
+    if Path(named.get("model", TINY_MODEL)).resolve() == TINY_MODEL.resolve():
         values |= TINY_DEFAULTS
     values |= named
     if values["adapter"] and not resume:
