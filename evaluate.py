@@ -75,6 +75,9 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
         raise UserError(f"runs as one process, not as {WORLD} ranks: start it without torchrun")
     run = None
     if args.run:
+        if not Path(args.run, "run.json").exists():
+            raise UserError(f"{args.run}: is not a run folder, which has a run.json; for a model: "
+                            f"--model {args.run}")
         run = config.settings_of_run(args.run)
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
         given = [name for name in asked if getattr(args, name, "unused") is not None]

@@ -96,7 +96,7 @@ def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatc
 
 
 @pytest.mark.parametrize("flags,names", [
-    ([], ["--model"]), (["nowhere"], ["nowhere/run.json"]), (["--model", "nowhere"], ["--model nowhere"]),
+    ([], ["--model"]), (["nowhere"], ["nowhere", "run.json"]), (["--model", "nowhere"], ["--model nowhere"]),
     (["--model", TINY, "--adapter", "nowhere"], ["nowhere/adapter_config.json"]),
     (["stolen"], ["--prompt-style evil:f"]), (["--model", TINY, "--temperature", "nan"], ["--temperature"]),
     (["--model", TINY, "--thinking", "on"], ["--thinking"]),

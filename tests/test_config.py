@@ -231,6 +231,8 @@ def test_adapter_sets_rank_and_alpha(tmp_path, run):
     for flags in ("--lora-rank 8", "--lora-alpha 8"):
         with pytest.raises(UserError, match=f"{flags.split()[0]} 8"):
             settings_of("--adapter", adapter, *flags.split())
+    with pytest.raises(UserError, match=adapter):
+        settings_of("--adapter", str(tmp_path))
 
 
 def test_calibrated_run_uses_its_own_base(run):

@@ -97,7 +97,7 @@ with env.one_line():
     (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
     *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
         (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "my.jsonl"))),
-    (["evaluate.py"], "--model"),
+    (["evaluate.py"], "--model"), (["evaluate.py", "folder"], "--model folder"),
     (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
     (["evaluate.py", "--model", TINY, "--data="], "--data="),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])
