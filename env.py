@@ -1,14 +1,16 @@
 """
-Settings that must come before `import torch`, and how a program ends.
+Settings that must come before `import torch`, a program's name and parser, and how it ends.
 
 Every program imports this file first:
 
     import env                                   # isort: skip; before torch
     import torch
 
-    with env.one_line("train.py"): ...
+    with env.one_line(): ...
 
     wrong flag, file or folder; too little memory       one line on stderr, code 1   (one_line)
+    a closed stdout, as by `| head`                     nothing, code 1              (one_line);
+                                                        while a run trains, one line
     SIGTERM, or SIGHUP of a closed terminal             one line on stderr, code 1   (one_line)
     Ctrl-C, also while libraries are being imported     one line on stderr, code 130 (the hook);
                                                         while a run trains, code 1
@@ -16,6 +18,7 @@ Every program imports this file first:
 
 Not here: how a training run saves its last step on the way out (harness/folder.py, ending_with).
 """
+import argparse
 import os
 import platform
 import re
@@ -49,6 +52,24 @@ if hasattr(sys.stdout, "reconfigure"):
 
 
 # -----------------------------------------------------------------------------
+# The command line
+
+def program() -> str:
+    """How the user calls this program: train.py, or python -m tools.report."""
+    path = Path(sys.argv[0]).resolve()
+    if path.parent.parent == Path(__file__).resolve().parent:
+        return f"python -m {path.parent.name}.{path.stem}"
+    return path.name
+
+
+def parser(usage: str, text: str) -> argparse.ArgumentParser:
+    """A program's parser. usage: what follows the program's name; text: its --help."""
+    return argparse.ArgumentParser(
+        prog=program(), usage=f"%(prog)s {usage}, --help lists them", description=text.strip(),
+        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+# -----------------------------------------------------------------------------
 # Ending
 
 # Signals that end a program. SIGINT is not here: Python turns Ctrl-C into a KeyboardInterrupt, and
@@ -65,7 +86,7 @@ def stop_on_signal(number: int, frame: object = None) -> None:
 
 
 @contextmanager
-def one_line(program: str) -> Iterator[None]:
+def one_line() -> Iterator[None]:
     """A context in which errors that the user can fix end the program with one line and code 1:
     UserError, Stopped, OSError (a missing file, a full disk) and too little memory. Every other
     exception is a bug of ours and keeps its traceback.
@@ -79,14 +100,16 @@ def one_line(program: str) -> Iterator[None]:
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
                 raise UserError(f"{flag}: the value is empty")
         yield
+    except BrokenPipeError:
+        end_at_once(1)
     except (UserError, Stopped, OSError) as error:
-        end_with(f"{program}: {first_line(error)}")
+        end_with(f"{program()}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
         # torch raises a plain RuntimeError when the host's memory is full, and a subclass of
         # RuntimeError when a GPU's is. Both say "allocate".
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
-        end_with(f"{program}: not enough memory: {first_line(error)}")
+        end_with(f"{program()}: not enough memory: {first_line(error)}")
 
 
 def end_with(line: str) -> NoReturn:
@@ -118,7 +141,7 @@ def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
     Installed when this file is imported, so it also covers the import of torch.
     """
     if isinstance(error, KeyboardInterrupt):
-        print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        print(f"\n{program()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
         end_at_once(130)
     sys.__excepthook__(kind, error, trace)
     if not alone():
@@ -154,5 +177,5 @@ def provenance(hardware: str) -> dict:
         commit = None
     versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
     return {"commit": commit, "versions": versions, "hardware": hardware,
-            "program": Path(sys.argv[0]).name, "command": f"python {shlex.join(sys.argv)}",
+            "program": program(), "command": f"python {shlex.join(sys.argv)}",
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z")}

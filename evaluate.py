@@ -75,6 +75,9 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
         raise UserError(f"runs as one process, not as {WORLD} ranks: start it without torchrun")
     run = None
     if args.run:
+        if not Path(args.run, "run.json").exists():
+            raise UserError(f"{args.run}: is not a run folder, which has a run.json; for a model: "
+                            f"--model {args.run}")
         run = config.settings_of_run(args.run)
         asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
         given = [name for name in asked if getattr(args, name, "unused") is not None]
@@ -95,9 +98,7 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
 
 def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     """The command line. UserError for all that can be refused before anything is loaded."""
-    parser = argparse.ArgumentParser(usage="evaluate.py [run] [flags], --help lists them",
-                                     description=__doc__.strip(), allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = env.parser("[run] [flags]", __doc__)
     add_model_flags(parser, "boxed")
     add = parser.add_argument
     add_flag(parser, "data", None, "as in train.py, of which the test split is used (default: the "
@@ -280,7 +281,7 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
 
 
 def main() -> None:
-    with env.one_line("evaluate.py"):
+    with env.one_line():
         args, run = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
         device, folder, tokenizer = open_model(args)

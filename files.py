@@ -11,6 +11,7 @@ new_folder() does the same for a folder.
 """
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -42,8 +43,11 @@ class Stopped(BaseException):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its class name if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an exception's message without the number of an OSError, or its class name
+    if the message is empty.
+    """
+    text = re.sub(r"^\[Errno \d+\]", "", str(error)).strip()
+    return (text or type(error).__name__).splitlines()[0]
 
 
 def counted(number: int, noun: str) -> str:

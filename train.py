@@ -30,7 +30,6 @@ import dataclasses
 import functools
 import math
 import operator
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +44,7 @@ import grpo
 from files import counted
 from harness import console
 from harness.config import Optim, Rollout, read_settings
-from harness.folder import claim, ending_with, signals_wait
+from harness.folder import ending_with, removed_if_empty, signals_wait
 from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
 from ranks import gather, say, share
@@ -280,12 +279,12 @@ def main(arguments: list[str] | None = None,
     change(run) -> the run, perhaps with another `grade`, and the function that samples: see
     examples/calculator.py and examples/try_again.py.
     """
-    with env.one_line(Path(sys.argv[0]).name):   # a user error ends in one line, not a traceback
+    with env.one_line():                         # a user error ends in one line, not a traceback
         settings, earlier = read_settings(arguments)
-        claim(Path(settings.general.out), earlier is not None)    # no other run writes there
-        run, sample = prepare(settings, earlier), sample_answers
-        if change:
-            run, sample = change(run)
+        with removed_if_empty(Path(settings.general.out)):
+            run, sample = prepare(settings, earlier), sample_answers
+            if change:
+                run, sample = change(run)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         train(run, sample)

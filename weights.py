@@ -534,6 +534,9 @@ def read_peft_config(folder: str | Path) -> AdapterShape:
     every linear.
     """
     path = Path(folder) / "adapter_config.json"
+    inside = Path(folder) / "adapter"
+    if inside.is_dir() and not path.exists():
+        raise UserError(f"{folder}: is a run folder: use its adapter, {inside}")
     config = read_json(path)
     for key, value in config.items():
         if value and key not in OTHERS and value not in PLAIN.get(key, []):

@@ -12,7 +12,7 @@ Settings never change once they are made. A file of settings is JSON, flag name 
 
     the field's default
     FULL_DEFAULTS                   with --train full
-    TINY_DEFAULTS                   without --model: the bundled one
+    TINY_DEFAULTS                   with the bundled model
     --config FILE, or --resume      a recipe or another run's run.json; the run.json in --out
     the command line
 
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aqn
+import env
 import grpo
 from files import UserError, read_json
 from prompts import STYLES
@@ -234,8 +235,7 @@ FIELDS = {field.name: field for section in dataclasses.fields(Settings)
 assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
 
 
-# Without --model a run trains the bundled model on arithmetic, with sizes and a learning rate for
-# two CPU cores.
+# Defaults of the bundled model: arithmetic, with sizes and a learning rate for two CPU cores.
 TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_prompt_tokens=64,
                      max_new_tokens=48, lr=5e-4)
 
@@ -295,11 +295,10 @@ def add_flags(parser: argparse.ArgumentParser, local: bool) -> None:
 def new_parser() -> argparse.ArgumentParser:
     """The parser of train.py: --config, --resume and a flag for every setting."""
     tiny = ", ".join(f"{option(name)} {value}" for name, value in TINY_DEFAULTS.items())
-    parser = argparse.ArgumentParser(
-        description="Train a Qwen2.5 or Qwen3 model with GRPO/DAPO: frozen 4-bit weights, LoRA, AQN. "
-        "In the defaults, paper is arXiv 2510.11696 and release its authors' code.",
-        usage="train.py [flags], --help lists them", allow_abbrev=False,
-        epilog=f"Other defaults of the bundled model: {tiny}.")
+    parser = env.parser("[flags]", "Train a Qwen2.5 or Qwen3 model with GRPO/DAPO: frozen 4-bit "
+                        "weights, LoRA, AQN.\nIn the defaults, paper is arXiv 2510.11696 and "
+                        "release its authors' code.")
+    parser.epilog = f"Other defaults of the bundled model: {tiny}."
     parser.add_argument("--config", metavar="FILE", help=".json file whose settings become the "
                         "defaults: recipes/paper.json, or another run's run.json")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its "
@@ -333,12 +332,12 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     given = with_absolute_paths(given)
     require_repeated(held, given.keys(), path)
     if resume:
-        check_resumed(given, held)
+        check_resumed(given, held, file["about"])
     named = held | given
     values = Settings().flat()
     if named.get("train") == "full":
         values |= FULL_DEFAULTS
-    if "model" not in named:
+    if Path(named.get("model", TINY_MODEL)).resolve() == TINY_MODEL.resolve():
         values |= TINY_DEFAULTS
     values |= named
     if values["adapter"] and not resume:
@@ -453,10 +452,15 @@ def check_together(settings: Settings) -> None:
                         "the adapter first: tools.convert)")
 
 
-def check_resumed(given: dict, held: dict) -> None:
-    """UserError if a flag contradicts run.json. Only --steps may grow, and MAY_MOVE may change.
-    held: the settings in run.json.
+def check_resumed(given: dict, held: dict, about: dict) -> None:
+    """UserError if a flag contradicts run.json, or if another program started the run. Only --steps
+    may grow, and MAY_MOVE may change. held, about: the settings and `about` in run.json.
     """
+    now = env.program()
+    was = about.get("program", now)
+    if was != now:                               # it may sample, grade or optimize differently
+        raise UserError(f"--resume: {given['out']} was started by {was}: resume it with {was}, or, "
+                        f"if that is now called {now}, change \"program\" in its run.json")
     for name, value in without_local(given).items():
         had = held.get(name)
         grows = name == "steps" and value > had

@@ -40,9 +40,8 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -90,7 +89,6 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
     Rank 0 prints it. Another rank prints a line only for an error that may be its own, such as one
     of --reward: rank 0 only sees that a rank is lost.
     """
-    program = Path(sys.argv[0]).name
     for number in STOP_SIGNALS:
         signal.signal(number, env.stop_on_signal)
     try:
@@ -109,9 +107,9 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
         then = getattr(error, "then", FIX_AND_CONTINUE)
         if RANK == 0:
             message = "; ".join(filter(None, (first_line(error), saved, advice(then))))
-            env.end_with(f"{program}: {message}")
+            env.end_with(f"{env.program()}: {message}")
         if then == FIX_AND_CONTINUE:
-            env.end_with(f"{program}: rank {RANK}: {first_line(error)}")
+            env.end_with(f"{env.program()}: rank {RANK}: {first_line(error)}")
         env.end_at_once(1)
 
 
@@ -135,6 +133,21 @@ def signals_wait() -> Iterator[None]:
 
 # -----------------------------------------------------------------------------
 # Whose folder it is
+
+@contextmanager
+def removed_if_empty(folder: Path) -> Iterator[None]:
+    """A context that leaves no empty folder behind: whatever ends it early, rank 0 removes `folder`
+    if it was created inside and contains nothing.
+    """
+    new = RANK == 0 and not folder.exists()
+    try:
+        yield
+    except BaseException:
+        if new:
+            with suppress(OSError):              # not empty, or never created
+                folder.rmdir()
+        raise
+
 
 def claim(folder: Path, resume: bool) -> None:
     """Reserves --out for this run: rank 0 creates the folder and locks it until the process ends.

@@ -32,7 +32,7 @@ from files import UserError, write_json
 from harness import console, memory
 from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_local
 from harness.console import Watch
-from harness.folder import RunFolder, checkpoints_in
+from harness.folder import RunFolder, checkpoints_in, claim
 from learner import Learner
 from ops import ON_GPU, PLAIN
 from prompts import Tokenizer, digest_of, split_problems
@@ -77,6 +77,8 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     device = choose_device(wanted.device, settings.model.model, wanted.kernels)
     memory.bound(wanted.memory_gib, device)
     plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
+    out = Path(settings.general.out)
+    claim(out, earlier is not None)              # no other run writes there
     folder = ModelFolder(settings.model.model)
     folder.check_length(settings.data.max_prompt_tokens + settings.rollout.max_new_tokens)
     tokenizer = Tokenizer(folder.path, settings.data.thinking)
@@ -116,7 +118,6 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     def write_model(tensors, folder):
         full.save(model, tensors["master"].cpu(), folder)
 
-    out = Path(settings.general.out)
     result = {"lora": (write_adapter, "adapter"), "full": (write_model, "model")}
     run_folder = RunFolder(out, learner.tensors(), *result[settings.model.train])
     say(f"ready after {time.perf_counter() - began:.1f} s")
@@ -265,11 +266,10 @@ def begin(run: Run) -> Progress:
     hardware = f"{WORLD} x {processor}"
     about = env.provenance(hardware)
     if earlier:
-        for what in ("hardware", "program"):     # a program may set a tool or an optimizer
-            was = earlier["about"].get(what, about[what])
-            if was != about[what]:
-                say(f"{what} was {was}, is now {about[what]}: results may differ from an "
-                    "uninterrupted run")
+        was = earlier["about"].get("hardware", hardware)
+        if was != hardware:
+            say(f"hardware was {was}, is now {hardware}: results may differ from an uninterrupted "
+                "run")
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.restore(counters)
     names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()

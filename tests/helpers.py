@@ -22,7 +22,7 @@ FP32 = 5e-5
 
 def run_main(monkeypatch, program, *arguments):
     """Runs the main() of an imported program with these arguments. -> what it returns, or its exit code or message."""
-    monkeypatch.setattr(sys, "argv", [f"{program.__name__.split('.')[-1]}.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", [program.__file__, *map(str, arguments)])
     try:
         return program.main()
     except SystemExit as stop:

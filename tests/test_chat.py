@@ -96,7 +96,7 @@ def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatc
 
 
 @pytest.mark.parametrize("flags,names", [
-    ([], ["--model"]), (["nowhere"], ["nowhere/run.json"]), (["--model", "nowhere"], ["--model nowhere"]),
+    ([], ["--model"]), (["nowhere"], ["nowhere", "run.json"]), (["--model", "nowhere"], ["--model nowhere"]),
     (["--model", TINY, "--adapter", "nowhere"], ["nowhere/adapter_config.json"]),
     (["stolen"], ["--prompt-style evil:f"]), (["--model", TINY, "--temperature", "nan"], ["--temperature"]),
     (["--model", TINY, "--thinking", "on"], ["--thinking"]),
@@ -110,4 +110,4 @@ def test_wrong_input_is_named(flags, names, run_folder, tmp_path, monkeypatch, c
     Path("stolen/run.json").write_text(json.dumps(held | {"prompt_style": "evil:f"}))
     error = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
     error = capsys.readouterr().err.splitlines()[-1] if error == 2 else error
-    assert error.startswith("chat") and all(name in error for name in names) and "\n" not in error, error
+    assert error.startswith("python -m tools.chat: ") and all(name in error for name in names) and "\n" not in error, error

@@ -117,7 +117,7 @@ def test_bundled_model_has_its_own_defaults(tmp_path):
     bundled = settings_of()
     assert {name: bundled.flat()[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
     assert bundled.model.model == str(TINY_MODEL) and bundled.general.out == "runs/tiny-nvfp4-arithmetic-0"
-    assert settings_of("--model", str(TINY_MODEL)).rollout == settings_of("--model", "x").rollout
+    assert settings_of("--model", str(TINY_MODEL)) == bundled
     recipe = write(tmp_path / "mine.json", dict(model="x"))
     assert settings_of("--config", recipe).rollout == settings_of("--model", "x").rollout
 
@@ -214,6 +214,12 @@ def test_resume_rejects_changed_settings(run, flags, refused):
         settings_of(*command)
 
 
+def test_resume_needs_the_program_that_started_the_run(run):
+    folder = run("--model", "x", about={"program": "python -m examples.calculator"})
+    with pytest.raises(UserError, match="resume it with python -m examples.calculator"):
+        settings_of("--resume", "--out", folder)
+
+
 def test_adapter_sets_rank_and_alpha(tmp_path, run):
     adapter = str(tmp_path / "adapter")
     tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in TARGETS}
@@ -225,6 +231,8 @@ def test_adapter_sets_rank_and_alpha(tmp_path, run):
     for flags in ("--lora-rank 8", "--lora-alpha 8"):
         with pytest.raises(UserError, match=f"{flags.split()[0]} 8"):
             settings_of("--adapter", adapter, *flags.split())
+    with pytest.raises(UserError, match=adapter):
+        settings_of("--adapter", str(tmp_path))
 
 
 def test_calibrated_run_uses_its_own_base(run):

@@ -128,7 +128,7 @@ def adapted(tiny_nvfp4):
     (["--samples", "4", "--temperature", "0"], ["--samples", "--temperature"]),
     (["--max-new-tokens", "1020"], ["max_position_embeddings", "1024"]), (["--reward", "no:f"], ["--reward no:f"]),
     (["--adapter", "nowhere"], ["nowhere/adapter_config.json"]), (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
-    (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere/run.json"]),
+    (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere", "run.json"]),
     (["--out", "taken.jsonl"], ["--out taken.jsonl"]), (["--out", "taken.jsonl/x"], ["taken.jsonl"]),
     (["--samples", "2", "--temperature", "1e-45"], ["temperature"])])
 def test_wrong_input_is_named(flags, names, run, capsys):

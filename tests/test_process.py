@@ -73,11 +73,11 @@ def test_sighup_stops_program_except_under_nohup(tmp_path, hangups, stop):
 import os, signal
 signal.signal(signal.SIGHUP, signal.{hangups})
 import env
-with env.one_line("me"):
+with env.one_line():
     os.kill(os.getpid(), signal.SIGHUP)
     print("continues")
 """
-    assert run(cwd=tmp_path, code=code) == ((1, "me: stopped by SIGHUP\n") if stop else (0, "continues\n"))
+    assert run(cwd=tmp_path, code=code) == ((1, "-c: stopped by SIGHUP\n") if stop else (0, "continues\n"))
 
 
 # -----------------------------------------------------------------------------
@@ -91,13 +91,13 @@ with env.one_line("me"):
     (["train.py", "--model", "folder"], "folder/config.json"),
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json"),
     (["train.py", "--resume", "--out", "folder"], "folder/run.json"),
-    (["train.py", "--out", "taken"], "taken"),
+    (["train.py", "--out", "taken"], "taken"), (["train.py", "--out", "taken", "--reward", "no:f"], "--reward no:f"),
     (["train.py", "--prompt-style", "no:f"], "--prompt-style"), (["train.py", "--max-new-tokens", "999"], "new-tokens"),
     (["train.py", "--out", ""], "--out"), (["train.py", "--reward", "no:f"], "--reward no:f"),
     (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
     *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
         (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "my.jsonl"))),
-    (["evaluate.py"], "--model"),
+    (["evaluate.py"], "--model"), (["evaluate.py", "folder"], "--model folder"),
     (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
     (["evaluate.py", "--model", TINY, "--data="], "--data="),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])
@@ -110,7 +110,7 @@ def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, 
     with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1
         run_here(tmp_path, monkeypatch, *argv)
     assert named in stop.value.code and "\n" not in stop.value.code
-    assert not [p for p in tmp_path.rglob("*") if p.name not in ("folder", "taken", "my.jsonl", "runs") and p.is_file()]
+    assert {path.name for path in tmp_path.rglob("*")} - {"runs"} == {"folder", "taken", "my.jsonl"}
 
 
 @pytest.mark.parametrize("argv", [["train.py", "--max-new-tokens", "8"], ["evaluate.py"]])
@@ -125,15 +125,21 @@ def test_wrong_data_is_found_before_weights_are_downloaded(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("error,line", [
-    (UserError("x.json: bad\nmore"), "me: x.json: bad"), (OSError(), "me: OSError"),
-    (Stopped("stopped"), "me: stopped"),
-    (MemoryError("big"), "me: not enough memory: big"),
-    (RuntimeError("you tried to allocate 9 bytes"), "me: not enough memory: you tried to allocate 9 bytes")])
-def test_expected_error_is_one_line(error, line):
+    (UserError("x.json: bad\nmore"), "x.json: bad"), (OSError(), "OSError"), (Stopped("stopped"), "stopped"),
+    (FileExistsError(17, "File exists", "x"), "File exists: 'x'"), (MemoryError("big"), "not enough memory: big"),
+    (RuntimeError("you tried to allocate 9 bytes"), "not enough memory: you tried to allocate 9 bytes")])
+@pytest.mark.parametrize("file,called", [("tools/report.py", "python -m tools.report"), ("train.py", "train.py")])
+def test_expected_error_is_one_line(error, line, file, called, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / file)])
     with pytest.raises(SystemExit) as stop:
-        with env.one_line("me"):
+        with env.one_line():
             raise error
-    assert stop.value.code == line
+    assert stop.value.code == f"{called}: {line}"
+
+
+def test_closed_stdout_ends_quietly(tmp_path):
+    code = "import env, os\nos.dup2(os.pipe()[1], 1)\nos.closerange(3, 9)\nwith env.one_line():\n    print(1)"
+    assert run(cwd=tmp_path, code=code) == (1, "")
 
 
 def test_output_is_unbuffered_in_any_encoding(tmp_path):
@@ -146,7 +152,7 @@ def test_output_is_unbuffered_in_any_encoding(tmp_path):
                                  lambda: torch.zeros(2) @ torch.zeros(3)])
 def test_bug_keeps_traceback(bug):
     with pytest.raises((ArithmeticError, LookupError, RuntimeError, ValueError)):
-        with env.one_line("me"):
+        with env.one_line():
             bug()
 
 

@@ -636,11 +636,11 @@ def test_resume_keeps_memory_plan_and_reports_other_hardware(runs):
     path = runs.folder / "divided" / "run.json"
     had = json.loads(path.read_text())
     had["memory_plan"]["kv_gib"] = 0.002                                  # as if the first start had less memory
-    had["about"] |= {"hardware": "2 x 64 CPU cores, 32 threads", "program": "words.py"}
+    had["about"]["hardware"] = "2 x 64 CPU cores, 32 threads"
     path.write_text(json.dumps(had))
     log = runs.run("divided", "--resume", "--steps", "2")
     assert "KV pool of 0.00 GiB" in pool(log) and pool(log).endswith("of 512 tokens")
-    assert "32 threads" in log and "words.py" in log
+    assert "32 threads" in log
 
 
 # -----------------------------------------------------------------------------
@@ -729,7 +729,7 @@ def test_ranks_with_different_problems_are_rejected(runs):
     runs.run_ranks("unlike", "--steps", "1", rank_flags=[(), ("--data", "more.jsonl")], code=1)
     for rank in (0, 1):
         assert "problems_sha256: rank 1 has " in runs.log("unlike", rank).splitlines()[-1]
-    assert not list((runs.folder / "unlike").iterdir())
+    assert not (runs.folder / "unlike").exists()
 
 
 def rank_1_dies():

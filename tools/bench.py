@@ -155,9 +155,7 @@ COMMANDS = {function.__name__: function for function in (rollout, step)}
 
 def read_flags() -> argparse.Namespace:
     """The flags, and the command."""
-    parser = argparse.ArgumentParser(usage="bench {step,rollout} [flags], --help lists them",
-                                     description=__doc__.strip(), allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = env.parser("{step,rollout} [flags]", __doc__)
     add = parser.add_argument
     add("command", choices=COMMANDS)
     add("--model", choices=SIZES, default="7b", metavar="SIZE", help=f"{', '.join(SIZES)} "
@@ -180,7 +178,7 @@ def read_flags() -> argparse.Namespace:
 
 def main() -> None:
     args = read_flags()
-    with env.one_line("bench"):
+    with env.one_line():
         choose_device("cuda", args.model, args.kernels)
         say(json.dumps(vars(args) | env.provenance(torch.cuda.get_device_name())))
         for figures in COMMANDS[args.command](args):

@@ -8,7 +8,6 @@ Talk to a model or a run, through training's sampler.
 Each line continues the conversation, an empty line starts a new one, Ctrl-D
 quits. Each turn prefills the whole conversation again.
 """
-import argparse
 import sys
 from contextlib import redirect_stdout, suppress
 
@@ -79,13 +78,11 @@ def talk(chat: Chat) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(usage="chat [run] [flags], --help lists them",
-                                     description=__doc__.strip(), allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = env.parser("[run] [flags]", __doc__)
     add_model_flags(parser, "plain")
     parser.add_argument("--question", help="answer this question and quit")
     add_flag(parser, "max_new_tokens", 1024, "longest answer, in tokens (default: 1024)")
-    with env.one_line("chat"):
+    with env.one_line():
         args, _ = parse(parser, "plain")
         with redirect_stdout(sys.stderr):        # stdout has only the answers
             device, folder, tokenizer = open_model(args)

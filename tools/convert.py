@@ -67,9 +67,7 @@ def write_merged(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(usage="convert {nvfp4,merge} source out [flags], --help lists "
-                                     "them", description=__doc__.strip(), allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = env.parser("{nvfp4,merge} source out [flags]", __doc__)
     add = parser.add_argument
     add("command", choices=("nvfp4", "merge"))
     add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: run folder")
@@ -82,7 +80,7 @@ def main() -> None:
         add_flag(parser, name, default)
     add_flag(parser, "seed", 0, "random seed of the calibration (default: 0)")
     args = parser.parse_args()
-    with env.one_line(f"convert {args.command}"):
+    with env.one_line():
         must_be_new(args.out)
         if args.command == "nvfp4":
             convert_to_nvfp4(args)

@@ -14,7 +14,6 @@ The page is a single file that opens offline in any browser from 2023 on:
 Text from models and data sets is always shown as text, never as HTML. The page is
 tools/report.html with gzipped data inside.
 """
-import argparse
 import base64
 import gzip
 import json
@@ -138,9 +137,7 @@ def page(runs: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        usage="report RUN [RUN ...] [flags], --help lists them", allow_abbrev=False,
-        description="Write an HTML page with the curves, settings and answers of runs.")
+    parser = env.parser("RUN [RUN ...] [flags]", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="page to write (default: report.html in the run; "
                         "for several runs, report-with-y.html in the first)")
@@ -150,7 +147,7 @@ def main() -> None:
     others = [run.resolve().name for run in args.runs[1:]]
     name = "-".join(["report-with", *others]) if others else "report"
     out = args.out or args.runs[0] / f"{name}.html"
-    with env.one_line("report"):
+    with env.one_line():
         if args.every < 1:
             raise UserError(f"--every must be at least 1, got {args.every}")
         if out.suffix != ".html":                # --out runs/x/metrics.jsonl would overwrite it
