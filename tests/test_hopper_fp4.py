@@ -53,7 +53,8 @@ def compiled_for_hopper(config):
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("slabs_ptr", "N")}
     source = GluonASTSource(hopper_kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32),
-                            options={"num_warps": 4, "maxnreg": config.maxnreg, "launch_pdl": True})
+                            options={"num_warps": 4, "maxnreg": config.maxnreg, "launch_pdl": True,
+                                     "ptx_version": 86})       # whichever ptxas is found can read it
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
         ptx.write_text(kernel.asm["ptx"])
