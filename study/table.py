@@ -64,6 +64,7 @@ COMPARISONS = (
     ("200 steps, bf16, 2e-4 - 1e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-bf16-1.5b"),
     ("200 steps, bf16 at 2e-4 - calibrated at 1e-4", "default-bf16-2e-4-0.5b", "default-0.5b"),
     ("200 steps, bf16 at 2e-4 - calibrated at 1e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-1.5b"),
+    ("paper's recipe, 600 steps: NVFP4 with AQN - bf16 without", "paper-nvfp4-aqn", "paper-bf16"),
     ("200 steps, bf16 - calibrated, both at 2e-4", "default-bf16-2e-4-0.5b", "default-2e-4-0.5b"),
     ("200 steps, bf16 - calibrated, both at 2e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-2e-4-1.5b"),
     ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
@@ -97,6 +98,7 @@ BOTH_MODELS = {
 # The picture's rows by heading: label, and the pairs of arms whose differences it shows.
 ROWS = {
     "NVFP4 minus bf16": (
+        ("0.5B, GSM8K, paper's recipe, 600 steps", ("paper-nvfp4-aqn", "paper-bf16")),
         ("0.5B, GSM8K, 200 steps at 1e-4", ("default-0.5b", "default-bf16-0.5b")),
         ("1.5B, GSM8K, 200 steps at 1e-4", ("default-1.5b", "default-bf16-1.5b")),
         ("0.5B, GSM8K, 200 steps at 2e-4", ("default-2e-4-0.5b", "default-bf16-2e-4-0.5b")),
