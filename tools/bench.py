@@ -14,7 +14,8 @@ rollout    tokens/s of the sampler, prefill and host included: B sequences in
            groups of gcd(B, 8), with an adapter, ignoring end ids;
            "preempted": rows that waited for KV blocks
 
-All output is JSON: a line with the flags and the machine, then a line per case.
+The output is JSON: a line with the flags and the machine, then a line per case,
+after the memory plan of a step.
 """
 import argparse
 import functools
