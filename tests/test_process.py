@@ -49,6 +49,17 @@ def test_ctrl_c_during_imports_exits_with_130(tmp_path):
     assert output.splitlines()[-1] == "train.py: stopped by Ctrl-C" and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("before,code,end", [
+    ("", "weakref.finalize(set(), signal.raise_signal, signal.SIGINT)", (130, "\n-c: stopped by Ctrl-C\n")),
+    ("", "with env.one_line():\n  try: signal.raise_signal(signal.SIGINT)\n  finally: print('cleaned up')",
+     (130, "cleaned up\n\n-c: stopped by Ctrl-C\n")),
+    ("signal.signal(signal.SIGINT, signal.SIG_IGN)", "signal.raise_signal(signal.SIGINT)", (0, "continues\n"))],
+    ids=["in a weakref callback", "in a program", "in the background"])
+def test_ctrl_c_is_lost_only_where_it_is_ignored(tmp_path, before, code, end):
+    """Python ignores what a weakref callback raises; every import runs one."""
+    assert run(cwd=tmp_path, code=f"import signal, weakref\n{before}\nimport env\n{code}\nprint('continues')") == end
+
+
 def test_ctrl_c_during_model_load_leaves_no_file(tmp_path, monkeypatch, ctrl_c_interrupts):
     monkeypatch.setattr(model, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
