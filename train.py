@@ -32,7 +32,6 @@ import math
 import operator
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
 
@@ -44,7 +43,7 @@ import grpo
 from files import counted
 from harness import console
 from harness.config import Optim, Settings, read_settings
-from harness.folder import ending_with, removed_if_empty, signals_wait
+from harness.folder import ending_with, signals_wait
 from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
 from ranks import gather, say, share
@@ -197,7 +196,7 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
         # Before snapshot(): a run that dies here repeats the step and this file.
         if settings.keep and progress.step % settings.keep == 0:
             run.folder.keep_adapter(f"step_{progress.step:06d}")
-        run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
+        run.folder.snapshot(dataclasses.asdict(progress))       # in memory
         last = progress.step == settings.steps
         if last or progress.step % settings.save_every == 0:
             run.folder.save()                                                            # to disk
@@ -255,13 +254,14 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 
         # 4) Report.
         tokens = progress.tokens + rollouts.num_tokens
+        skipped = progress.skipped + sum(bool(update.failure) for update in updates)
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, advantages, weights, updates, G) | run.learner.counters()
+        metrics |= report(rollouts, advantages, weights, updates, G) | {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
         console.tell(settings, metrics, updates)
-        progress = dataclasses.replace(progress, step=step + 1, cursor=next_cursor, tokens=tokens)
+        progress = Progress(step + 1, next_cursor, tokens, skipped)
         if progress.step == steps or progress.step % settings.eval_every == 0:
             metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)
@@ -277,10 +277,9 @@ def main(arguments: list[str] | None = None,
     """
     with env.one_line():                         # a user error ends in one line, not a traceback
         settings, earlier = read_settings(arguments)
-        with removed_if_empty(Path(settings.out)):
-            run, sample = prepare(settings, earlier), sample_answers
-            if change:
-                run, sample = change(run)
+        run, sample = prepare(settings, earlier), sample_answers
+        if change:
+            run, sample = change(run)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         train(run, sample)

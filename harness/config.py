@@ -187,9 +187,10 @@ class Memory:
     memory_gib: float | None = setting(None, "GPU memory for this process, in GiB (default: all "
                                        "that is free)", "(0, 1e9]", local=True)
     kernels: str | None = setting(
-        None, "decode kernels of a GPU; torch: plain PyTorch, far slower, for a model or a card "
-        "that the kernels do not support (default: the fastest)",
-        choices=("hopper", "portable", "torch"))
+        None, "decode kernels of a GPU; portable: the ones for any NVIDIA GPU, on Hopper too; "
+        "torch: plain PyTorch, far slower, for a model or a card that the kernels don't support "
+        "(default: the fastest)",
+        choices=("portable", "torch"))
     micro_batch_tokens: int | None = setting(None, "tokens per forward and backward pass (default: "
                                              "as memory allows)", AT_LEAST_1)
 

@@ -48,6 +48,7 @@ class Progress:
     step: int = 0                                # completed steps
     cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
+    skipped: int = 0                             # updates whose loss or gradient was not finite
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     memory.bound(settings.memory_gib, device)
     plug_in = plugin.Reward(settings.reward) if settings.reward else None
     out = Path(settings.out)
-    claim(out, earlier is not None)              # no other run writes there
     folder = ModelFolder(settings.model)
     folder.check_length(settings.max_prompt_tokens + settings.max_new_tokens)
     tokenizer = Tokenizer(folder.path, settings.thinking)
     problems, held_out = split_problems(settings, tokenizer)
+    claim(out, earlier is not None)              # no other run writes there
     console.greet(settings, problems, held_out, device)
     join_ranks(device)
     flags = without_local(vars(settings))
@@ -268,9 +269,8 @@ def begin(run: Run) -> Progress:
             say(f"hardware was {was}, is now {hardware}: results may differ from an uninterrupted "
                 "run")
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
-    run.learner.restore(counters)
-    names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
-    progress = Progress(**{name: counters[name] for name in names})
+    run.learner.adapter.sync()                   # the checkpoint's tensors are in place
+    progress = Progress(**counters)
     if earlier:
         changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
                    if run.flags[name] != earlier[name]}
@@ -279,7 +279,7 @@ def begin(run: Run) -> Progress:
         if "steps" in changes:
             say(f"--steps was {earlier['steps']}, is now {changes['steps']}: the schedules of "
                 "learning rate and noise stretch, so both may rise again")
-    run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
+    run.folder.snapshot(dataclasses.asdict(progress))
     if device.type == "cuda":                    # console.farewell() prints that of training only
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -306,7 +306,7 @@ def choose_device(name: str | None, model: str | Path, kernels: str | None = Non
     if not match:
         raise UserError(f"--device {name}: expected cpu, cuda or cuda:N")
     if name == "cpu":
-        if kernels in ("hopper", "portable"):
+        if kernels == "portable":
             raise UserError(f"--kernels {kernels}: runs on a GPU, not on the CPU")
         return torch.device(name)
     if WORLD > 1 and match[1]:

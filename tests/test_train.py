@@ -269,7 +269,7 @@ def test_loss_flags_override_the_losss_own_values(monkeypatch):
 
 def test_16_bit_model_is_calibrated_on_gpu_only():
     def decided(device, *flags, **config):
-        return setup.calibration_problems(settings_of(*flags).model, torch.device(device), config)
+        return setup.calibration_problems(settings_of(*flags), torch.device(device), config)
 
     assert decided("cuda", "--model", "x") == 128
     assert decided("cpu", "--model", "x") == 0 == decided("cuda", "--model", "x", quantization_config=NVFP4_CONFIG)
@@ -729,7 +729,6 @@ def test_ranks_with_different_problems_are_rejected(runs):
     runs.run_ranks("unlike", "--steps", "1", rank_flags=[(), ("--data", "more.jsonl")], code=1)
     for rank in (0, 1):
         assert "problems_sha256: rank 1 has " in runs.log("unlike", rank).splitlines()[-1]
-    assert not (runs.folder / "unlike").exists()
 
 
 def rank_1_dies():
