@@ -79,14 +79,14 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
             raise UserError(f"{args.run}: is not a run folder, which has a run.json; for a model: "
                             f"--model {args.run}")
         run = config.settings_of_run(args.run)
-        asked = dict(prompt_style=run.data.prompt_style, reward=run.data.reward)
+        asked = dict(prompt_style=run.prompt_style, reward=run.reward)
         given = [name for name in asked if getattr(args, name, "unused") is not None]
         config.require_repeated(asked, given, f"{args.run}/run.json")
         # A run that trained all weights has no adapter.
-        adapter = str(Path(args.run) / "adapter") if run.model.train == "lora" else None
-        parser.set_defaults(model=run.model.model, base=run.model.base, thinking=run.data.thinking,
-                            adapter=adapter, kernels=run.memory.kernels,
-                            max_new_tokens=run.rollout.max_new_tokens, **asked)
+        adapter = str(Path(args.run) / "adapter") if run.train == "lora" else None
+        parser.set_defaults(model=run.model, base=run.base, thinking=run.thinking,
+                            adapter=adapter, kernels=run.kernels,
+                            max_new_tokens=run.max_new_tokens, **asked)
         args = parser.parse_args()
     if args.model is None:
         raise UserError("give the folder of a run, or --model")
@@ -174,17 +174,16 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
     training. UserError if none is left, or if the run's data has changed: what is now the end of a
     file may be what the run was trained on.
     """
-    held = run and run.data
-    if not args.data and args.limit is not None and (held.eval_data or has_test_split(held.data)):
-        args.data = held.eval_data or held.data
+    if not args.data and args.limit is not None and (run.eval_data or has_test_split(run.data)):
+        args.data = run.eval_data or run.data
     if args.data:
         problems = load_problems(args.data, "test", needs_gold=not args.reward)
     else:
-        args.data = held.eval_data or held.data
-        if ":" in held.prompt_style:             # as on the command line: see parse()
-            held = dataclasses.replace(held, prompt_style=args.prompt_style)
+        args.data = run.eval_data or run.data
+        if ":" in run.prompt_style:              # as on the command line: see parse()
+            run = dataclasses.replace(run, prompt_style=args.prompt_style)
         # With the run's --thinking, which affects which prompts are too long for it.
-        trained_on, problems = split_problems(held, Tokenizer(tokenizer.folder, held.thinking))
+        trained_on, problems = split_problems(run, Tokenizer(tokenizer.folder, run.thinking))
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")
         if before != digest_of(trained_on + problems):
             raise UserError(f"{args.run} was trained on other problems or prompts than "

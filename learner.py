@@ -106,8 +106,7 @@ class Learner:
 
     Two attributes may be set to what fits in memory: micro_batch_tokens, and kept_layers, the
     number of layers without activation checkpointing (they keep their activations for the backward
-    pass, the others recompute them). skipped counts the updates so far whose loss or gradient was
-    not finite.
+    pass, the others recompute them).
     """
     OPTIMIZER = AdamW
 
@@ -121,7 +120,6 @@ class Learner:
         self.optimizer = self.OPTIMIZER(self.adapter, weight_decay)
         self.micro_batch_tokens = 8192
         self.kept_layers = 0
-        self.skipped = 0
 
     @classmethod
     def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
@@ -133,20 +131,6 @@ class Learner:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by name; update() changes them in place."""
         return {"master": self.adapter.master.data, **self.optimizer.tensors()}
-
-    def counters(self) -> dict[str, float]:
-        """The numbers that a checkpoint needs besides tensors(); also logged."""
-        return {"skipped": self.skipped}
-
-    def restore(self, counters: dict) -> None:
-        """Continues from a checkpoint whose tensors are already in tensors().
-
-        counters: the checkpoint's, which may include numbers of other parts of the run; {} for a
-        new run.
-        """
-        for name in self.counters().keys() & counters.keys():
-            setattr(self, name, counters[name])
-        self.adapter.sync()
 
     @torch.enable_grad()                         # a --reward may have disabled it
     def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:
@@ -167,7 +151,6 @@ class Learner:
         grad_norm = adapter.master.grad.norm().item()
         # Every rank sees the same sums, so all decide alike.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self.skipped += 1
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
         if grad_norm == 0:                       # AdamW's momentum would still move the adapter
             return Update(sums, 0.0, lr)

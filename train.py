@@ -32,7 +32,6 @@ import math
 import operator
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
 
@@ -43,8 +42,8 @@ import aqn
 import grpo
 from files import counted
 from harness import console
-from harness.config import Optim, Rollout, read_settings
-from harness.folder import ending_with, removed_if_empty, signals_wait
+from harness.config import Optim, Settings, read_settings
+from harness.folder import ending_with, signals_wait
 from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
 from ranks import gather, say, share
@@ -78,8 +77,7 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
 # -----------------------------------------------------------------------------
 # Update
 
-def plan_updates(rollouts: Rollouts, loss: grpo.Loss, rollout: Rollout, optim: Optim,
-                 mask_overlong: bool) -> list[torch.Tensor]:
+def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> list[torch.Tensor]:
     """-> one tensor (B, L) per update on this batch: the weight of each token in its loss, 0 for
     tokens outside the loss.
 
@@ -89,14 +87,14 @@ def plan_updates(rollouts: Rollouts, loss: grpo.Loss, rollout: Rollout, optim: O
         --epochs 2                  [a b c d] [a b c d]     each row is trained on twice
         both                        [a b] [c d] [a b] [c d]
 
-    mask_overlong: answers cut off at --max-new-tokens get weight 0 (--overlong mask).
+    With --overlong mask, answers cut off at --max-new-tokens get weight 0.
     """
     rows = rollouts.rows
     mask = grpo.loss_mask(rollouts.sampled(), column(rows, "task"), column(rows, "finished"),
-                          mask_overlong)
-    one_pass = [grpo.token_weights(minibatch, loss, rollout.max_new_tokens) for minibatch in
-                grpo.minibatches(mask, rollout.group_size, optim.updates_per_rollout)]
-    return one_pass * optim.epochs               # the same list for every pass
+                          settings.overlong == "mask")
+    one_pass = [grpo.token_weights(minibatch, loss, settings.max_new_tokens) for minibatch in
+                grpo.minibatches(mask, settings.group_size, settings.updates_per_rollout)]
+    return one_pass * settings.epochs            # the same list for every pass
 
 
 def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[float]:
@@ -165,11 +163,11 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     problems = share(run.held_out)
     places = share(range(len(run.held_out)))
     began = time.perf_counter()
-    greedy = Sampling(run.settings.rollout.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
+    greedy = Sampling(run.settings.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
     rollouts = sample(run.sampler, problems, 1, greedy, places)
     graded = gather(run.grade(problems, rollouts.rows))
     metrics = {"eval_accuracy": sum(one["correct"] for one in graded) / len(graded)}
-    if run.settings.data.reward:
+    if run.settings.reward:
         metrics["eval_reward"] = torch.tensor([one["task"] for one in graded],
                                               dtype=torch.float64).nanmean().item()
     text = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
@@ -189,18 +187,18 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
     A signal such as Ctrl-C is held back until all files of the step are written. snapshot() copies
     the step's state; a run that is stopped before the next step is recorded saves this copy.
     """
-    watching = run.settings.watching
+    settings = run.settings
     samples = [{"step": metrics["step"], "advantage": advantage, **row.graded}
                for advantage, row in zip(batch.advantages.tolist(), batch.rows, strict=True)]
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
         run.folder.log("samples.jsonl", samples)
         # Before snapshot(): a run that dies here repeats the step and this file.
-        if watching.keep and progress.step % watching.keep == 0:
+        if settings.keep and progress.step % settings.keep == 0:
             run.folder.keep_adapter(f"step_{progress.step:06d}")
-        run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())       # in memory
-        last = progress.step == run.settings.general.steps
-        if last or progress.step % watching.save_every == 0:
+        run.folder.snapshot(dataclasses.asdict(progress))       # in memory
+        last = progress.step == settings.steps
+        if last or progress.step % settings.save_every == 0:
             run.folder.save()                                                            # to disk
 
 
@@ -220,10 +218,8 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
     sample: a function like sample_answers, for example one that answers in turns and calls a tool.
     """
     settings = run.settings
-    rollout, objective, optim = settings.rollout, settings.objective, settings.optim
-    noise, watching = settings.noise, settings.watching
-    steps, seed, G = settings.general.steps, settings.general.seed, rollout.group_size
-    sampling = Sampling(rollout.max_new_tokens, run.tokenizer.end_ids, rollout.temperature,
+    steps, seed, G = settings.steps, settings.seed, settings.group_size
+    sampling = Sampling(settings.max_new_tokens, run.tokenizer.end_ids, settings.temperature,
                         seed=seed)
     progress = begin(run)
     if progress.step == 0:                       # repeated if the run dies before its first save
@@ -231,11 +227,11 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
-        next_cursor = progress.cursor + rollout.prompts_per_step
+        next_cursor = progress.cursor + settings.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
         problems = problems_at(run.problems, seed, places)
-        sigma = aqn.sigma_at(step, steps, noise.sigma_start, noise.sigma_end, noise.noise_stages,
-                             noise.noise_schedule)
+        sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
+                             settings.noise_stages, settings.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
             local = sample(run.sampler, problems, G, sampling, places)
 
@@ -243,30 +239,30 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         scored = score(run.grade, problems, local)
         rollouts = functools.reduce(operator.add, gather([scored]))
         advantages = grpo.group_advantages(column(rollouts.rows, "task"), G,
-                                           objective.advantage_scale,
+                                           settings.advantage_scale,
                                            column(rollouts.rows, "shaping"))
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        weights = plan_updates(rollouts, run.learner.loss, rollout, optim,
-                               objective.overlong == "mask")
-        rates = learning_rates(optim, step, steps, len(weights))
+        weights = plan_updates(rollouts, run.learner.loss, settings)
+        rates = learning_rates(settings, step, steps, len(weights))
         batch = Batch(rollouts.rows, advantages)
-        if optim.updates_per_rollout > 1:        # else the first update computes them anyway
-            run.learner.compute_old_logprobs(batch, weights[:optim.updates_per_rollout])
+        if settings.updates_per_rollout > 1:     # else the first update computes them anyway
+            run.learner.compute_old_logprobs(batch, weights[:settings.updates_per_rollout])
         updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]
         done = time.perf_counter()
 
         # 4) Report.
         tokens = progress.tokens + rollouts.num_tokens
+        skipped = progress.skipped + sum(bool(update.failure) for update in updates)
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, advantages, weights, updates, G) | run.learner.counters()
+        metrics |= report(rollouts, advantages, weights, updates, G) | {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
         console.tell(settings, metrics, updates)
-        progress = dataclasses.replace(progress, step=step + 1, cursor=next_cursor, tokens=tokens)
-        if progress.step == steps or progress.step % watching.eval_every == 0:
+        progress = Progress(step + 1, next_cursor, tokens, skipped)
+        if progress.step == steps or progress.step % settings.eval_every == 0:
             metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)
         run.watch.see(metrics, updates)          # it may end the run
@@ -281,10 +277,9 @@ def main(arguments: list[str] | None = None,
     """
     with env.one_line():                         # a user error ends in one line, not a traceback
         settings, earlier = read_settings(arguments)
-        with removed_if_empty(Path(settings.general.out)):
-            run, sample = prepare(settings, earlier), sample_answers
-            if change:
-                run, sample = change(run)
+        run, sample = prepare(settings, earlier), sample_answers
+        if change:
+            run, sample = change(run)
     # If training ends early, the last complete step is saved first.
     with ending_with(run.folder.save, run.folder.advice):
         train(run, sample)

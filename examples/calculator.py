@@ -101,7 +101,7 @@ def main() -> None:
     run = train.main(["--data", str(problems), *sys.argv[1:]],
                      lambda run: (run, Turns(run.tokenizer)))
     answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]
-    for step in (0, run.settings.general.steps - 1):
+    for step in (0, run.settings.steps - 1):
         calls = ["=" in answer["completion"] for answer in answers if answer["step"] == step]
         print(f"step {step + 1}: {sum(calls) / len(calls):.0%} of answers call")
 

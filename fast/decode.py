@@ -86,14 +86,9 @@ assert RowState._fields[:len(DecodeBatch._fields) - 1] == DecodeBatch._fields[:-
 
 
 def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Callable:
-    """The 4-bit matmul of a decode step. kernels: "hopper" or "portable"; None: the faster one on
-    this GPU. UserError for "hopper" on another GPU.
-    """
-    on_hopper = capability(device)[0] == 9
-    if kernels == "portable" or not (on_hopper or kernels):
+    """The 4-bit matmul of a decode step: the faster one on this GPU, or kernels, "portable"."""
+    if kernels == "portable" or capability(device)[0] != 9:
         return portable_matmul
-    if not on_hopper:
-        raise UserError(f"--kernels hopper: {device} is not a Hopper GPU (sm_90)")
     from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
     return hopper_matmul
 

@@ -5,7 +5,7 @@ Every field of the dataclasses below is a flag of train.py: `Rollout.group_size`
 To add a setting, add a field. The other programs take their flags from here too (add_flag).
 
     settings, earlier = read_settings()          # from sys.argv; earlier: the run that is resumed
-    settings.rollout.group_size                  # 8
+    settings.group_size                          # 8
 
 Settings never change once they are made. A file of settings is JSON, flag name -> value: a recipe
 (recipes/paper.json), or the run.json that a run writes. The last of these that has a value wins:
@@ -187,9 +187,10 @@ class Memory:
     memory_gib: float | None = setting(None, "GPU memory for this process, in GiB (default: all "
                                        "that is free)", "(0, 1e9]", local=True)
     kernels: str | None = setting(
-        None, "decode kernels of a GPU; torch: plain PyTorch, far slower, for a model or a card "
-        "that the kernels do not support (default: the fastest)",
-        choices=("hopper", "portable", "torch"))
+        None, "decode kernels of a GPU; portable: the ones for any NVIDIA GPU, on Hopper too; "
+        "torch: plain PyTorch, far slower, for a model or a card that the kernels don't support "
+        "(default: the fastest)",
+        choices=("portable", "torch"))
     micro_batch_tokens: int | None = setting(None, "tokens per forward and backward pass (default: "
                                              "as memory allows)", AT_LEAST_1)
 
@@ -203,36 +204,17 @@ class Watching:
                                AT_LEAST_1)
 
 
+SECTIONS = General, Model, Data, Rollout, Noise, Objective, Optim, Memory, Watching
+
+
 @dataclass(frozen=True)
-class Settings:
-    """All settings of a run."""
-    general: General = General()
-    model: Model = Model()
-    data: Data = Data()
-    rollout: Rollout = Rollout()
-    noise: Noise = Noise()
-    objective: Objective = Objective()
-    optim: Optim = Optim()
-    memory: Memory = Memory()
-    watching: Watching = Watching()
-
-    def flat(self) -> dict:
-        """Name -> value of every setting."""
-        return {name: value for section in dataclasses.fields(self)
-                for name, value in vars(getattr(self, section.name)).items()}
-
-    @classmethod
-    def of(cls, values: dict) -> "Settings":
-        """Undoes flat(); a missing name has its default."""
-        def made(section):
-            names = [field.name for field in dataclasses.fields(section)]
-            return section(**{name: values[name] for name in names if name in values})
-        return cls(*(made(field.type) for field in dataclasses.fields(cls)))
+class Settings(*reversed(SECTIONS)):             # reversed, so that the fields have this order
+    """All settings of a run. A function that needs only one section asks for that section."""
 
 
-FIELDS = {field.name: field for section in dataclasses.fields(Settings)
-          for field in dataclasses.fields(section.type)}
-assert len(FIELDS) == len(Settings().flat()), "two sections have a setting of the same name"
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+assert len(FIELDS) == sum(len(dataclasses.fields(section)) for section in SECTIONS), \
+    "two sections have a setting of the same name"
 
 
 # Defaults of the bundled model: arithmetic, with sizes and a learning rate for two CPU cores.
@@ -285,9 +267,9 @@ def add_flags(parser: argparse.ArgumentParser, local: bool) -> None:
     """Adds the flags of all settings, each class under its docstring as a title. local False:
     without the `local` settings.
     """
-    for section in dataclasses.fields(Settings):
-        group = parser.add_argument_group(section.type.__doc__)
-        for field in dataclasses.fields(section.type):
+    for section in SECTIONS:
+        group = parser.add_argument_group(section.__doc__)
+        for field in dataclasses.fields(section):
             if local or not field.metadata["local"]:
                 add_flag(group, field.name)
 
@@ -334,7 +316,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     if resume:
         check_resumed(given, held, file["about"])
     named = held | given
-    values = Settings().flat()
+    values = dict(vars(Settings()))
     if named.get("train") == "full":
         values |= FULL_DEFAULTS
     if Path(named.get("model", TINY_MODEL)).resolve() == TINY_MODEL.resolve():
@@ -345,7 +327,7 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     for name in sorted(vars(Noise()).keys() & given.keys()):
         if given[name] and not values["sigma_start"] and not resume:
             raise UserError(f"{option(name)} {given[name]}: --sigma-start is 0, so noise is off")
-    settings = Settings.of(values | {"out": str(run_folder(values))})
+    settings = Settings(**values | {"out": str(run_folder(values))})
     check_together(settings)
     return settings, file if resume else None
 
@@ -423,7 +405,7 @@ def settings_of_run(folder: str | Path) -> Settings:
         held["model"] = str(path.with_name("base"))
     if held.get("train") == "full":
         held["model"] = str(path.with_name("model"))
-    return Settings.of(held | {"out": str(folder)})
+    return Settings(**held | {"out": str(folder)})
 
 
 def run_folder(values: dict) -> Path:
@@ -435,18 +417,17 @@ def run_folder(values: dict) -> Path:
 
 def check_together(settings: Settings) -> None:
     """UserError for settings that exclude each other."""
-    model, rollout, noise = settings.model, settings.rollout, settings.noise
-    updates = settings.optim.updates_per_rollout
-    if 0 < noise.sigma_start < noise.sigma_end:
-        raise UserError(f"--sigma-end must be at most --sigma-start {noise.sigma_start}, got "
-                        f"{noise.sigma_end}")
-    if updates > rollout.prompts_per_step:
+    if 0 < settings.sigma_start < settings.sigma_end:
+        raise UserError(f"--sigma-end must be at most --sigma-start {settings.sigma_start}, got "
+                        f"{settings.sigma_end}")
+    if settings.updates_per_rollout > settings.prompts_per_step:
         raise UserError("--updates-per-rollout must be at most --prompts-per-step "
-                        f"{rollout.prompts_per_step}, got {updates}")
-    if model.calibrate and model.base != "nvfp4":
-        raise UserError(f"--calibrate {model.calibrate} is for NVFP4, --base is {model.base}")
-    if model.train == "full" and (model.base != "bf16" or model.adapter
-                                  or settings.objective.kl_beta):
+                        f"{settings.prompts_per_step}, got {settings.updates_per_rollout}")
+    if settings.calibrate and settings.base != "nvfp4":
+        raise UserError(f"--calibrate {settings.calibrate} is for NVFP4, --base is "
+                        f"{settings.base}")
+    if settings.train == "full" and (settings.base != "bf16" or settings.adapter
+                                     or settings.kl_beta):
         raise UserError("--train full trains the 16-bit weights in place and keeps no copy: it "
                         "cannot be combined with a 4-bit --base, --kl-beta or --adapter (merge "
                         "the adapter first: tools.convert)")

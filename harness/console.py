@@ -54,7 +54,7 @@ class Watch:
         if trained and self.skipped == PATIENCE:
             gather([])                           # when one rank ends, torchrun ends all
             raise Stopped(f"every update of {PATIENCE} steps was skipped ({trained[-1].failure}): "
-                          f"--lr {self.settings.optim.lr} may be too high, or the --reward too "
+                          f"--lr {self.settings.lr} may be too high, or the --reward too "
                           "large", "")
         if self.idle and self.idle % PATIENCE == 0:
             say(f"nothing to learn for {self.idle} steps: in every group all answers had the same "
@@ -73,14 +73,14 @@ class Watch:
 
 def greet(settings: Settings, problems: list, held_out: list, device: torch.device) -> None:
     """The first line of a run: model, data, sizes, device, folder."""
-    model, rollout = settings.model, settings.rollout
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    weights = "all weights trained" if model.train == "full" else f"frozen {model.base} weights"
-    say(f"training {model.model} ({weights}) on {settings.data.data} "
+    frozen = f"frozen {settings.base} weights"
+    weights = "all weights trained" if settings.train == "full" else frozen
+    say(f"training {settings.model} ({weights}) on {settings.data} "
         f"({counted(len(problems), 'problem')}, {len(held_out):,} held out): "
-        f"{counted(settings.general.steps, 'step')} of "
-        f"{counted(rollout.prompts_per_step, 'problem')} x "
-        f"{counted(rollout.group_size, 'answer')} on {WORLD} x {where}, to {settings.general.out}")
+        f"{counted(settings.steps, 'step')} of "
+        f"{counted(settings.prompts_per_step, 'problem')} x "
+        f"{counted(settings.group_size, 'answer')} on {WORLD} x {where}, to {settings.out}")
 
 
 def tell(settings: Settings, metrics: dict, updates: list) -> None:
@@ -89,12 +89,12 @@ def tell(settings: Settings, metrics: dict, updates: list) -> None:
     metrics: the step's line of metrics.jsonl, before an evaluation adds to it; updates: what
     Learner.update() returned.
     """
-    step, steps, seconds = metrics["step"] + 1, settings.general.steps, metrics["seconds"]
+    step, steps, seconds = metrics["step"] + 1, settings.steps, metrics["seconds"]
     for update in updates:
         if update.failure:
             say(f"step {step}: update skipped ({update.failure})")
     # Without a --reward it is the accuracy.
-    reward = f"reward {metrics['reward']:.3g}, " if settings.data.reward else ""
+    reward = f"reward {metrics['reward']:.3g}, " if settings.reward else ""
     left = f", {duration((steps - step) * seconds)} to go" if step < steps else ""
     say(f"step {step}/{steps}: {reward}accuracy {metrics['accuracy']:.3f}, "
         f"length {metrics['length']:.0f}, informative {metrics['informative']:.2f}, "
@@ -108,9 +108,9 @@ def farewell(settings: Settings, evaluable: bool) -> None:
     """
     if RANK > 0:
         return
-    folder = Path(settings.general.out)
+    folder = Path(settings.out)
     metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
-    key = "eval_reward" if settings.data.reward else "eval_accuracy"
+    key = "eval_reward" if settings.reward else "eval_accuracy"
     before, after = ([row[name] for row in metrics if row.get(name) is not None]
                      for name in (f"{key}_before", key))
     change = " -> ".join(f"{value:.3f}" for value in before + after[-1:])
@@ -119,7 +119,7 @@ def farewell(settings: Settings, evaluable: bool) -> None:
     peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""
     seconds = sum(row["seconds"] for row in metrics)
     say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}{changed}{peak}")
-    again = " ".join(["", *flags_to_repeat(settings.flat())])
+    again = " ".join(["", *flags_to_repeat(vars(settings))])
     evaluation = f"python evaluate.py {folder}{again}; " if evaluable else ""
     say(f"next: {evaluation}python -m tools.report {folder}")
 

@@ -41,7 +41,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
@@ -133,21 +133,6 @@ def signals_wait() -> Iterator[None]:
 
 # -----------------------------------------------------------------------------
 # Whose folder it is
-
-@contextmanager
-def removed_if_empty(folder: Path) -> Iterator[None]:
-    """A context that leaves no empty folder behind: whatever ends it early, rank 0 removes `folder`
-    if it was created inside and contains nothing.
-    """
-    new = RANK == 0 and not folder.exists()
-    try:
-        yield
-    except BaseException:
-        if new:
-            with suppress(OSError):              # not empty, or never created
-                folder.rmdir()
-        raise
-
 
 def claim(folder: Path, resume: bool) -> None:
     """Reserves --out for this run: rank 0 creates the folder and locks it until the process ends.

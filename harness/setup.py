@@ -48,6 +48,7 @@ class Progress:
     step: int = 0                                # completed steps
     cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
+    skipped: int = 0                             # updates whose loss or gradient was not finite
 
 
 @dataclass(frozen=True)
@@ -73,42 +74,40 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     earlier: the content of run.json if the run is resumed, else None.
     """
     began = time.perf_counter()
-    wanted = settings.memory
-    device = choose_device(wanted.device, settings.model.model, wanted.kernels)
-    memory.bound(wanted.memory_gib, device)
-    plug_in = plugin.Reward(settings.data.reward) if settings.data.reward else None
-    out = Path(settings.general.out)
+    device = choose_device(settings.device, settings.model, settings.kernels)
+    memory.bound(settings.memory_gib, device)
+    plug_in = plugin.Reward(settings.reward) if settings.reward else None
+    out = Path(settings.out)
+    folder = ModelFolder(settings.model)
+    folder.check_length(settings.max_prompt_tokens + settings.max_new_tokens)
+    tokenizer = Tokenizer(folder.path, settings.thinking)
+    problems, held_out = split_problems(settings, tokenizer)
     claim(out, earlier is not None)              # no other run writes there
-    folder = ModelFolder(settings.model.model)
-    folder.check_length(settings.data.max_prompt_tokens + settings.rollout.max_new_tokens)
-    tokenizer = Tokenizer(folder.path, settings.data.thinking)
-    problems, held_out = split_problems(settings.data, tokenizer)
     console.greet(settings, problems, held_out, device)
     join_ranks(device)
-    flags = without_local(settings.flat())
+    flags = without_local(vars(settings))
     flags["problems_sha256"] = digest_of(problems + held_out)
     check_same_on_all_ranks(flags)
     if device.type == "cuda":
-        memory.check_size(settings.model, qwen.ModelConfig.from_json(folder.config),
-                          memory.free_memory(wanted.memory_gib))
+        memory.check_size(settings, qwen.ModelConfig.from_json(folder.config),
+                          memory.free_memory(settings.memory_gib))
     model = read_model(settings, folder, tokenizer, problems, device)
     flags["weights_sha256"] = model.folder.sha256()
     if earlier:
         check_unchanged(earlier, flags)
-    conditions = training_conditions(model.folder, settings.model.base,
-                                     settings.data.prompt_style, settings.data.thinking)
+    conditions = training_conditions(model.folder, settings.base,
+                                     settings.prompt_style, settings.thinking)
     if starting_adapter(settings):
-        tell_other_conditions(settings.model.adapter, conditions)
-    optim = settings.optim
-    learner = Learner(model, loss_of(settings.objective), settings.rollout.temperature,
-                      optim.max_grad_norm, optim.weight_decay)
-    limits = memory.Limits(wanted.memory_gib, None, wanted.micro_batch_tokens)
-    sampler = divide_memory(learner, limits, settings.rollout, settings.data.max_prompt_tokens,
+        tell_other_conditions(settings.adapter, conditions)
+    learner = Learner(model, loss_of(settings), settings.temperature, settings.max_grad_norm,
+                      settings.weight_decay)
+    limits = memory.Limits(settings.memory_gib, None, settings.micro_batch_tokens)
+    sampler = divide_memory(learner, limits, settings, settings.max_prompt_tokens,
                             len(held_out), limits_at_start(earlier, limits))
     flags["memory_plan"] = limits._asdict() | {
         "kv_gib": sampler.engine.kv.nbytes / 2**30, "max_rows": sampler.max_rows,
         "micro_batch_tokens": learner.micro_batch_tokens}
-    grade = functools.partial(rewards.grade_rows, tokenizer, style=settings.data.prompt_style,
+    grade = functools.partial(rewards.grade_rows, tokenizer, style=settings.prompt_style,
                               plug_in=plug_in)
 
     def write_adapter(tensors, folder):
@@ -119,7 +118,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
         full.save(model, tensors["master"].cpu(), folder)
 
     result = {"lora": (write_adapter, "adapter"), "full": (write_model, "model")}
-    run_folder = RunFolder(out, learner.tensors(), *result[settings.model.train])
+    run_folder = RunFolder(out, learner.tensors(), *result[settings.train])
     say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
                Watch(settings), flags, earlier)
@@ -162,35 +161,34 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     """-> the model of --base and --calibrate, with a new adapter, with that of --adapter, or with
     all weights trainable.
     """
-    wanted, general = settings.model, settings.general
-    base = folder.choose_base(wanted.base)
-    count = calibration_problems(wanted, device, folder.config)
-    calibrated = Path(general.out) / "base"      # a resumed run may have it, whatever the default
+    base = folder.choose_base(settings.base)
+    count = calibration_problems(settings, device, folder.config)
+    calibrated = Path(settings.out) / "base"     # a resumed run may have it, whatever the default
     if not calibrated.exists():
         folder.download()                        # on every rank: a wait for rank 0 has a timeout
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
-                                       general.seed, min(512, settings.rollout.max_new_tokens))
+                                       settings.seed, min(512, settings.max_new_tokens))
         gather([])                               # the other ranks wait here
         folder = ModelFolder(calibrated)
     model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
     adapter = starting_adapter(settings)
-    if wanted.train == "full":
+    if settings.train == "full":
         full.attach(model)
     elif adapter:
         lora.load_adapter(model, adapter)
     else:
-        lora.attach(model, wanted.lora_rank, wanted.lora_alpha, general.seed)
+        lora.attach(model, settings.lora_rank, settings.lora_alpha, settings.seed)
     return model
 
 
 def starting_adapter(settings: Settings) -> str | None:
     """--adapter; None once the run has a checkpoint, which replaces it."""
     # A run that was killed before its first checkpoint starts from --adapter again.
-    saved = checkpoints_in(Path(settings.general.out, "checkpoints"))
-    return None if saved else settings.model.adapter
+    saved = checkpoints_in(Path(settings.out, "checkpoints"))
+    return None if saved else settings.adapter
 
 
 def loss_of(objective: Objective) -> grpo.Loss:
@@ -271,9 +269,8 @@ def begin(run: Run) -> Progress:
             say(f"hardware was {was}, is now {hardware}: results may differ from an uninterrupted "
                 "run")
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
-    run.learner.restore(counters)
-    names = {field.name for field in dataclasses.fields(Progress)} & counters.keys()
-    progress = Progress(**{name: counters[name] for name in names})
+    run.learner.adapter.sync()                   # the checkpoint's tensors are in place
+    progress = Progress(**counters)
     if earlier:
         changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
                    if run.flags[name] != earlier[name]}
@@ -282,7 +279,7 @@ def begin(run: Run) -> Progress:
         if "steps" in changes:
             say(f"--steps was {earlier['steps']}, is now {changes['steps']}: the schedules of "
                 "learning rate and noise stretch, so both may rise again")
-    run.folder.snapshot(dataclasses.asdict(progress) | run.learner.counters())
+    run.folder.snapshot(dataclasses.asdict(progress))
     if device.type == "cuda":                    # console.farewell() prints that of training only
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -309,7 +306,7 @@ def choose_device(name: str | None, model: str | Path, kernels: str | None = Non
     if not match:
         raise UserError(f"--device {name}: expected cpu, cuda or cuda:N")
     if name == "cpu":
-        if kernels in ("hopper", "portable"):
+        if kernels == "portable":
             raise UserError(f"--kernels {kernels}: runs on a GPU, not on the CPU")
         return torch.device(name)
     if WORLD > 1 and match[1]:

@@ -33,7 +33,7 @@ def write(path, values):
 def run(tmp_path):
     """A function of flags -> a run's folder with only the run.json that these flags give."""
     def begun(*flags, **changes):
-        held = config.without_local(settings_of(*flags).flat()) | NOTES | changes
+        held = config.without_local(vars(settings_of(*flags))) | NOTES | changes
         (tmp_path / "run").mkdir(exist_ok=True)
         write(tmp_path / "run" / "run.json", held)
         return str(tmp_path / "run")
@@ -67,7 +67,7 @@ def test_value_out_of_range_is_rejected(flag, values, capsys):
     "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16 --prompts-per-step 16"])
 def test_edge_of_range_is_accepted(flags):
     flag, value = flags.split()[:2]
-    assert settings_of(*flags.split()).flat()[flag[2:].replace("-", "_")] == float(value)
+    assert vars(settings_of(*flags.split()))[flag[2:].replace("-", "_")] == float(value)
 
 
 @pytest.mark.parametrize("flags", [
@@ -90,36 +90,36 @@ def test_every_number_has_a_range():
 
 def test_settings_round_trip_through_run_json(run):
     given = settings_of("--model", "x/qwen", "--lr", "0.5", "--memory-gib", "2", "--seed", "7")
-    assert (given.optim.lr, given.memory.memory_gib, given.general.seed) == (0.5, 2.0, 7)
-    assert given.flat().keys() == FIELDS.keys() and Settings.of(given.flat()) == given
+    assert (given.lr, given.memory_gib, given.seed) == (0.5, 2.0, 7)
+    assert vars(given).keys() == FIELDS.keys() and Settings(**vars(given)) == given
     folder = run("--model", "x/qwen", "--lr", "0.5", "--seed", "7")
     again, before = read_settings(["--resume", "--out", folder])
-    assert again == Settings.of(given.flat() | dict(memory_gib=None, out=folder))    # memory_gib belongs to the machine
+    assert again == Settings(**vars(given) | dict(memory_gib=None, out=folder))    # memory_gib belongs to the machine
     assert before == json.loads(Path(folder, "run.json").read_text())
     with pytest.raises(dataclasses.FrozenInstanceError):
-        given.optim.lr = 1
+        given.lr = 1
 
 
 def test_later_source_wins(run, tmp_path):
     def lr(*flags):
-        return settings_of(*flags).optim.lr
+        return settings_of(*flags).lr
 
     recipe, folder = write(tmp_path / "mine.json", dict(lr=3, steps=5)), run("--model", "x", "--lr", "3e-5")
-    assert (lr("--model", "x"), lr()) == (Settings().optim.lr, TINY_DEFAULTS["lr"])
+    assert (lr("--model", "x"), lr()) == (Settings().lr, TINY_DEFAULTS["lr"])
     assert lr("--config", recipe) == lr("--config", recipe, "--model", "x") == 3
     assert lr("--config", f"{folder}/run.json") == lr("--resume", "--out", folder) == 3e-5
     for source in ([], ["--config", recipe], ["--config", f"{folder}/run.json"]):
         assert lr(*source, "--lr", "0.5") == 0.5
-    assert settings_of("--config", recipe).data.data == "arithmetic"      # the bundled model's
+    assert settings_of("--config", recipe).data == "arithmetic"      # the bundled model's
 
 
 def test_bundled_model_has_its_own_defaults(tmp_path):
     bundled = settings_of()
-    assert {name: bundled.flat()[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
-    assert bundled.model.model == str(TINY_MODEL) and bundled.general.out == "runs/tiny-nvfp4-arithmetic-0"
+    assert {name: vars(bundled)[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
+    assert bundled.model == str(TINY_MODEL) and bundled.out == "runs/tiny-nvfp4-arithmetic-0"
     assert settings_of("--model", str(TINY_MODEL)) == bundled
     recipe = write(tmp_path / "mine.json", dict(model="x"))
-    assert settings_of("--config", recipe).rollout == settings_of("--model", "x").rollout
+    assert settings_of("--config", recipe).max_new_tokens == settings_of("--model", "x").max_new_tokens
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -128,26 +128,25 @@ def test_recipe_is_valid(recipe):
     del values["about"]
     values.pop("model", None)                                             # the flag below overrides it
     plain, custom = settings_of("--model", "x"), settings_of("--model", "x", "--config", str(recipe))
-    assert custom.flat() == plain.flat() | values
+    assert vars(custom) == vars(plain) | values
 
 
 def test_paper_recipe_matches_table_4():
     paper = settings_of("--model", "x", "--config", str(next(path for path in RECIPES if path.stem == "paper")))
-    rollout, optim, noise = paper.rollout, paper.optim, paper.noise
-    assert (rollout.prompts_per_step, rollout.group_size, optim.epochs, paper.general.steps) == (16, 8, 4, 600)
-    assert (optim.lr, rollout.max_new_tokens, noise.sigma_start, noise.sigma_end) == (1e-5, 4096, 1e-2, 5e-4)
+    assert (paper.prompts_per_step, paper.group_size, paper.epochs, paper.steps) == (16, 8, 4, 600)
+    assert (paper.lr, paper.max_new_tokens, paper.sigma_start, paper.sigma_end) == (1e-5, 4096, 1e-2, 5e-4)
 
 
 def test_default_out_names_model_base_data_and_seed():
     named = settings_of("--model", "x/qwen", "--base", "bf16", "--data", "my/sums.jsonl", "--seed", "7")
-    assert named.general.out == "runs/qwen-bf16-sums-7"
+    assert named.out == "runs/qwen-bf16-sums-7"
 
 
 def test_config_does_not_copy_an_automatic_calibrate(run):
     """The default of --calibrate depends on model and device."""
     for given, want in ((None, None), (64, 64)):
         folder = run("--model", "x", "--base", "bf16", calibrate=given)
-        assert settings_of("--config", f"{folder}/run.json", "--base", "nvfp4").model.calibrate == want
+        assert settings_of("--config", f"{folder}/run.json", "--base", "nvfp4").calibrate == want
 
 
 # -----------------------------------------------------------------------------
@@ -190,8 +189,8 @@ def test_function_named_in_a_file_needs_its_flag(run, tmp_path, monkeypatch, nam
     for source in (["--resume", "--out", folder], ["--config", f"{folder}/run.json"]):
         with pytest.raises(UserError, match=f"{flag} evil:f"):
             settings_of(*source)
-        assert settings_of(*source, flag, "evil:f").flat()[name] == "evil:f"
-    assert settings_of("--config", f"{folder}/run.json", flag, "boxed").flat()[name] == "boxed"
+        assert vars(settings_of(*source, flag, "evil:f"))[name] == "evil:f"
+    assert vars(settings_of("--config", f"{folder}/run.json", flag, "boxed"))[name] == "boxed"
     assert not (tmp_path / "ran").exists()
 
 
@@ -226,8 +225,8 @@ def test_adapter_sets_rank_and_alpha(tmp_path, run):
     write_peft(adapter, tensors, "tiny", 4, 16)
     other = run("--model", "x", "--lora-rank", "16")
     for flags in ("", "--lora-rank 4", "--lora-alpha 16", f"--config {other}/run.json"):
-        model = settings_of("--adapter", adapter, *flags.split()).model
-        assert (model.adapter, model.lora_rank, model.lora_alpha) == (adapter, 4, 16)
+        found = settings_of("--adapter", adapter, *flags.split())
+        assert (found.adapter, found.lora_rank, found.lora_alpha) == (adapter, 4, 16)
     for flags in ("--lora-rank 8", "--lora-alpha 8"):
         with pytest.raises(UserError, match=f"{flags.split()[0]} 8"):
             settings_of("--adapter", adapter, *flags.split())
@@ -237,10 +236,10 @@ def test_adapter_sets_rank_and_alpha(tmp_path, run):
 
 def test_calibrated_run_uses_its_own_base(run):
     folder = Path(run("--model", "x"))
-    assert settings_of_run(folder).model.model == "x"
+    assert settings_of_run(folder).model == "x"
     (folder / "base").mkdir()
     found = settings_of_run(folder)
-    assert (found.model.model, found.general.out) == (f"{folder}/base", str(folder))
+    assert (found.model, found.out) == (f"{folder}/base", str(folder))
 
 
 def test_the_advice_repeats_the_flags_that_name_functions():

@@ -16,7 +16,7 @@ METRICS = dict(step=0, accuracy=0.3, reward=0.35, groups=9, length=280.0, trunca
 
 
 def settings(**changes):
-    return Settings.of(dict(lr=1e-3, steps=4, data="gsm8k") | changes)
+    return Settings(**dict(lr=1e-3, steps=4, data="gsm8k") | changes)
 
 
 def update(failure="", rows=3):

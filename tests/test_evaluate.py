@@ -197,7 +197,7 @@ def run_folder(folder, **flags):
                 reward=None, max_new_tokens=20, eval_problems=4, max_prompt_tokens=64) | flags
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps(held))
-    data = evaluate.config.settings_of_run(folder).data
+    data = evaluate.config.settings_of_run(folder)
     digest = digest_of(sum(split_problems(data, Tokenizer(held["model"], held["thinking"])), []))
     (folder / "run.json").write_text(json.dumps(held | {"problems_sha256": digest}))
     return folder

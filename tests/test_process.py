@@ -121,7 +121,7 @@ def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, 
     with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1
         run_here(tmp_path, monkeypatch, *argv)
     assert named in stop.value.code and "\n" not in stop.value.code
-    assert {path.name for path in tmp_path.rglob("*")} - {"runs"} == {"folder", "taken", "my.jsonl"}
+    assert {path.name for path in tmp_path.rglob("*")} - {"runs", "tiny-nvfp4-my-0"} == {"folder", "taken", "my.jsonl"}
 
 
 @pytest.mark.parametrize("argv", [["train.py", "--max-new-tokens", "8"], ["evaluate.py"]])

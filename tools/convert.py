@@ -50,20 +50,19 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
 def write_merged(args: argparse.Namespace) -> None:
     """A run's model and adapter -> the new folder args.out in bf16."""
     settings = config.settings_of_run(args.source)
-    trained = settings.model
-    if trained.train == "full":
+    if settings.train == "full":
         raise UserError(f"{args.source}: was trained with --train full, so there is no adapter to "
                         f"merge; the model is {Path(args.source) / 'model'}")
     # Merging does not decode: of the run's --kernels, only torch says something about the card.
-    kernels = "torch" if settings.memory.kernels == "torch" else None
+    kernels = "torch" if settings.kernels == "torch" else None
     device = choose_device(args.device, args.source, kernels)
     adapter = Path(args.source) / "adapter"
-    folder = ModelFolder(trained.model)
-    model = qwen.load(folder, trained.base, device)
+    folder = ModelFolder(settings.model)
+    model = qwen.load(folder, settings.base, device)
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in model_tensors(model))
     save_model(tensors, folder.path, args.out, {"merged_adapter": str(adapter)})
-    print(f"{args.out}: {trained.model} as {trained.base}, with {adapter}, in bf16")
+    print(f"{args.out}: {settings.model} as {settings.base}, with {adapter}, in bf16")
 
 
 def main() -> None:
