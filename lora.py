@@ -242,7 +242,7 @@ class Adapter:
 
 
 def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int = 0) -> Adapter:
-    """Give every Linear of a model its A and B; returns the adapter, also as model.adapter.
+    """Give every Linear of a model its A and B, as model.adapter.
 
     Any previous adapter is dropped. An existing Sampler uses the new one; an existing Learner
     doesn't, so make another. A starts uniform in +-1/sqrt(K), as in PEFT, drawn from `seed`. B
