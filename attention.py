@@ -1,17 +1,17 @@
 """
 Attention over sequences packed end to end, in which the answers to a problem share their prompt.
 
-Used where whole sequences are computed: by the learner, the sampler's prefill and calibration. The
-sampler's decode steps, one new token per row, have their own (sampler.attention_to_cache).
+Used by everything that computes whole sequences: the learner, the sampler's prefill and
+calibration. Decode steps, with one new token per row, have their own (sampler.attention_to_cache).
 
-Tokens are (T,), several sequences laid end to end without padding. The G answers to a problem share
-their prompt, so the prompt is computed once, as a shared prefix, and each answer is a suffix to it
+Tokens are (T,): several sequences laid end to end without padding. The G answers to a problem share
+their prompt, so the prompt is computed once, as a shared prefix, and each answer is a suffix of it
 (FlashInfer's cascade attention; Hydragen, 2402.05099):
 
     two rows                      p1 p2 a1 a2 a3      p1 p2 b1 b2
     what is computed              p1 p2   a1 a2 a3   b1 b2
 
-A suffix sees its prefix and itself, and no other suffix:
+A suffix sees its prefix and itself, but no other suffix:
 
         queries |  p1 p2 | a1 a2 a3 | b1 b2    keys
         --------+--------+----------+-------
@@ -26,8 +26,8 @@ A suffix sees its prefix and itself, and no other suffix:
            b2   |  o  o  |          | x  x
 
 FlashAttention needs a query's keys to be contiguous, but a1..a3 are between the prompt and b1. So
-each part has its own softmax, and merge() combines the two. With lse = log of the sum of e^score
-over a part's keys, the weight of a part is its share of the total:
+each part, inside and across, gets its own softmax, and merge() combines the two. With lse = log of
+the sum of e^score over a part's keys, a part's weight is its share of the total:
 
     lse = log(e^lse_inside + e^lse_across)
     out = out_inside * e^(lse_inside - lse) + out_across * e^(lse_across - lse)
@@ -36,8 +36,8 @@ The backward pass needs no merging: with the merged lse, e^(score - lse) is alre
 the full softmax, whichever part the key is in. So each part computes its gradients from the merged
 out and lse, and they add up.
 
-In bf16 each part's out is rounded before the merge, and the merged one after it. The sampler has
-one softmax and rounds once: this is the only place where sampler and learner round differently.
+In bf16, each part's out is rounded before the merge and the merged one after it. The sampler has
+one softmax and rounds once. This is the only place where sampler and learner round differently.
 
 Shapes: T tokens (queries), S keys, H query heads, KV key-value heads, d head size.
 """
@@ -60,23 +60,23 @@ class Layout:
     tokens: list[int]                            # T ids
     prefixes: list[int]                          # lengths
     suffixes: list[list[int]]                    # for each prefix the lengths of its suffixes
-    # For each completion token, row after row, the place in `tokens` whose logits predict it.
+    # For each completion token, row by row, the index in `tokens` of the token that predicts it.
     predictors: list[int]
 
 
 def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
     """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
 
-    starts[i]: where the completion of row i begins, at least 1. Adjacent rows with equal prompts
-    become a prefix with suffixes; equal prompts that are not adjacent are computed twice. A row
-    that shares its prompt with no neighbor is all prefix, with one empty suffix. The last token of
-    a row predicts nothing and is left out.
+    starts[i]: where row i's completion begins, at least 1. Adjacent rows with equal prompts become
+    a prefix with suffixes; equal prompts that aren't adjacent are computed twice. A row whose
+    neighbors have other prompts is all prefix, with one empty suffix. A row's last token predicts
+    nothing and is left out.
 
-        rows             1 2 | 7 8     a prompt of two tokens, completions of two and of one:
+        rows             1 2 | 7 8     a prompt of two tokens, completions of two and one:
                          1 2 | 5       starts == [2, 2]
 
-        place            0    1    2
-        tokens           1    2    7   the prompt, then the suffixes except for their last tokens
+        index            0    1    2
+        tokens           1    2    7   the prompt, then the suffixes without their last tokens
         row 0 predicts   .    7    8
         row 1 predicts   .    5        its suffix is empty: 5 is its last token
 
@@ -98,7 +98,7 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
         of_group = [rows[i][length:-1] for i in group]
         suffixes.append([len(suffix) for suffix in of_group])
         for i, suffix in zip(group, of_group):
-            # The prompt's last place predicts the first completion token. The others are predicted
+            # The prompt's last token predicts the first completion token. The others are predicted
             # by what follows: the rest of the prefix if that is the entire row, else the suffix.
             # One of the two is always empty.
             predictors += range(end - length + starts[i] - 1, end)
@@ -108,8 +108,8 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
 
 
 class PackedAttention:
-    """Attention as model.Layer calls it, over prefixes laid end to end and, after all prefixes,
-    their suffixes, prefix by prefix.
+    """Attention as model.Layer calls it, over packed tokens: all prefixes end to end, then their
+    suffixes, prefix by prefix.
 
     prefixes: lengths, each at least 1. suffixes: for each prefix the lengths of its suffixes, which
     may be 0; by default there are none, and the prefixes are ordinary sequences. The attribute
@@ -139,16 +139,16 @@ class PackedAttention:
 # The softmax over one part of the keys, its backward pass, and the merge
 
 class Spans(NamedTuple):
-    """Who sees whom, as input of FlashAttention: n spans. In span i the queries q_starts[i] to
-    q_starts[i + 1] - 1 see the keys k_starts[i] to k_starts[i + 1] - 1.
+    """Which queries see which keys, in FlashAttention's form: n spans. In span i, the queries
+    q_starts[i] to q_starts[i + 1] - 1 see the keys k_starts[i] to k_starts[i + 1] - 1.
 
-    Each query and each key belongs to exactly one span. A span may have no queries, but a span with
-    queries needs keys: the softmax over nothing is NaN.
+    Each query and each key belongs to exactly one span. A span may have no queries, but one with
+    queries needs keys, because a softmax over nothing is NaN.
     """
     q_starts: Tensor                             # (n + 1,) int32, from 0 to the number of queries
-    k_starts: Tensor                             # (n + 1,) int32, equal to q_starts where causal
-    longest_q: int                               # the most queries of a span
-    longest_k: int                               # the most keys of a span
+    k_starts: Tensor                             # (n + 1,) int32, equal to q_starts if causal
+    longest_q: int                               # the most queries in a span
+    longest_k: int                               # the most keys in a span
     causal: bool                                 # query j of a span sees only its keys 0 to j
 
 
@@ -167,7 +167,7 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor,
     """Attention of one part: each span's queries over its keys.
 
     q (T, H, d), k and v (S, KV, d) of one dtype -> out (T, H, d) in that dtype, and the log-sum-exp
-    of each query's scores, (H, T) fp32 (float64 where q is). On a GPU the dtype must have 16 bits.
+    of each query's scores, (H, T) fp32 (float64 if q is). On a GPU the dtype must be 16-bit.
     """
     out = torch.empty_like(q)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -182,12 +182,12 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor,
 @twin_in_kernels
 def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                           spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    """What one part adds to dq, dk and dv; out and lse are the merged ones, not the part's.
+    """One part's share of dq, dk and dv; out and lse are the merged ones, not the part's.
 
     dout and out (T, H, d), lse (H, T), q, k and v as in attend_spans -> dq (T, H, d), dk and dv
     (S, KV, d). With p = e^(score - lse) and dp = dout . v, the gradient of a score is
-    p * (dp - sum of p * dp). That sum is over the keys of all parts, but equals dout . out, which
-    is known.
+    p * (dp - sum of p * dp). That sum is over the keys of all parts, but it equals dout . out,
+    which is known.
     """
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     mean_dp = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                  # (H, T, 1)
@@ -199,8 +199,8 @@ def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Te
         dq[rows] = torch.einsum("hqk,khd->qhd", ds, key).to(q.dtype)
         for grad, per_head in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
                                (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
-            # H / KV query heads share a key-value head, whose gradient is the sum of theirs. It can
-            # be assigned instead of added, since a key is in only one span.
+            # H / KV query heads share a key-value head, whose gradient is the sum of theirs. Assign
+            # it rather than add it, since a key is in only one span.
             grad[columns] = per_head.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
     return dq, dk, dv
 
@@ -229,7 +229,7 @@ def _each_span(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Iterator[tuple]
 
 @twin_in_kernels
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Combines the attention to two sets of keys (see the top of this file).
+    """Combines attention over two sets of keys (see the top of this file).
 
     out and other (T, H, d), lse and other_lse (H, T) as attend_spans returns them; the result
     overwrites out and lse.

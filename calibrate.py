@@ -1,29 +1,29 @@
 """
-Calibrates NVFP4 codes with GPTQ (arXiv 2210.17323), with one 16-bit layer in memory at a time.
+Calibrate NVFP4 codes with GPTQ (arXiv 2210.17323), with one 16-bit layer in memory at a time.
 
     python -m tools.convert nvfp4 SRC OUT --calibrate 128      writes a calibrated folder
     python train.py --calibrate 128                            calibrates, then trains
 
-Rounding to nearest minimizes the error of the weights, W - W4. But it is the error of the outputs,
+Rounding to nearest minimizes the error in the weights, W - W4. But it's the error in the outputs,
 x @ (W - W4).T, that changes the policy. Let X (T, K) be W's inputs for the tokens of some texts,
 and H = X.T @ X / T. A token's mean squared output error is
 
     tr((W - W4) H (W - W4).T)
 
-and GPTQ makes it small by letting errors of correlated inputs cancel. For each column i of a row w
-of W, from left to right (all rows at once):
+and GPTQ keeps it small by letting the errors of correlated inputs cancel. For each column i of a
+row w of W, from left to right (all rows at once):
 
     1. round w[i] to a code's value; e = w[i] - that value
     2. for every column j > i, not rounded yet:   w[j] -= e * U[i, j] / U[i, i]
 
 U is upper triangular with U.T @ U = H^-1. Step 2 lets the later columns cancel as much of e's
-output error as they can: where inputs i and j are correlated, w[j] compensates for the error of
+output error as they can: where inputs i and j are correlated, w[j] compensates for the error in
 w[i]. What remains costs (e / U[i, i])^2.
 
-Block scales. The 16 columns of a scale_block go through steps 1 and 2 once per scale of nvfp4's
-search; the scale with the lowest total cost wins. The global scale is nvfp4's.
+Block scales. The 16 columns of a scale_block go through steps 1 and 2 once per scale in nvfp4's
+search, and the scale with the lowest total cost wins. The global scale is nvfp4's.
 
-Order. A column needs the corrections of all columns to its left before it is rounded. Correcting
+Order. Before a column is rounded, it needs the corrections from all columns to its left. Correcting
 all later columns after every column would be slow, so corrections are delayed:
 
     columns of W     rounded   | 16 | 16 | 16 | ... | 16 |   all columns after
@@ -34,12 +34,12 @@ all later columns after every column would be slow, so corrections are delayed:
     the rest of the panel      after each scale_block
     all columns after it       after each panel: one matmul with 128 columns of errors
 
-The texts are the model's own answers to training problems, sampled in NVFP4 (nvfp4's search). Two
+The texts are the model's own answers to training problems, sampled in NVFP4 with nvfp4's codes. Two
 streams of hidden states go through the layers together: `exact` through the 16-bit layers, which
 yields H, and `coded` through the new ones. (Published GPTQ takes H from the coded stream; ours
-makes each layer follow the 16-bit model, whatever happened to the layers before it.) The last
-eighth of the texts is left out of H and measures the result: KL(16 bits || 4 bits) of the
-predictions of its tokens, in nats per token.
+makes each layer follow the 16-bit model, whatever happened in earlier layers.) The last eighth of
+the texts is left out of H and measures the result: KL(16 bits || 4 bits) of the next-token
+predictions, in nats per token.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalize), AWQ (it would change the norms, which AQN perturbs).
@@ -77,9 +77,9 @@ from weights import (
 )
 
 DAMPING = 0.02                                   # x the mean of H's diagonal, added to the diagonal
-PANEL = 128                                      # columns between two updates of all that follow
-# A wider H is split along its diagonal, which drops the correlations between the parts: float64
-# factors of 18,944 columns (7B's down) would take 2.9 GB each.
+PANEL = 128                                      # columns per correction of all that follow
+# A wider H is split along its diagonal, which drops the correlations between the parts: in float64,
+# each factor for 18,944 columns (7B's down) would take 2.9 GB.
 LARGEST_HESSIAN = 8192
 CHUNK_TOKENS = 8192                              # tokens of texts in one forward
 
@@ -96,7 +96,7 @@ Nvfp4Tensors = tuple[Tensor, Tensor, Tensor]    # as nvfp4.quantize returns them
 def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
     """Quantize w (N, K) fp32, K a multiple of 16, for inputs whose H is `hessian` (K, K) fp32.
 
-    Returns the tensors of nvfp4.quantize. torch.linalg.LinAlgError if the damped H is not positive
+    Returns tensors like nvfp4.quantize's. torch.linalg.LinAlgError if the damped H is not positive
     definite.
     """
     pieces = []
@@ -135,9 +135,9 @@ def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
 
 def inverse_factor(hessian: Tensor) -> Tensor:
     """U (K, K) fp32, upper triangular, with U.T @ U = (H + damping)^-1."""
-    # Inverting H would lose digits. Let P reverse the order of rows: Cholesky gives P H P =
+    # Inverting H would lose digits. Let P reverse the order of rows. Cholesky gives P H P =
     # L @ L.T. P is its own inverse, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and U = P L^-1 P is upper
-    # triangular. In float64: in fp32, H need not come out positive definite.
+    # triangular. In float64, because in fp32 H might not be positive definite.
     damped = hessian.double()
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
     L = torch.linalg.cholesky(damped.flip(0, 1))
@@ -148,7 +148,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 @cache
 def constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """LEVELS, LEVEL_EDGES and nvfp4.OFFSETS (C, 1) on a device."""
-    # Cached, because a CUDA graph may not copy them from the CPU.
+    # Cached, because a CUDA graph can't copy them from the CPU.
     offsets = torch.tensor(nvfp4.OFFSETS, device=device)[:, None]
     return LEVELS.to(device), LEVEL_EDGES.to(device), offsets
 
@@ -174,7 +174,7 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
         torch.addcmul(column, value, scale, value=-1, out=error)                   # e
         rest[i + 1:].addcmul_(error, passed_on[i, i + 1:], value=-1)               # step 2
     errors /= diagonal[:, None, None]                            # squared: the cost
-    best = errors.square().sum(0).argmin(0)                      # (N,); the first among equals
+    best = errors.square().sum(0).argmin(0)                      # (N,); the first wins ties
     at = best.expand(16, 1, -1)
     codes = nvfp4.e2m1_codes(values.gather(1, at)[:, 0])
     return codes, tried.gather(0, best[None])[0], errors.gather(1, at)[:, 0]
@@ -187,16 +187,16 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
 
 
 def recorded(function: Callable, *inputs: Tensor) -> Callable:
-    """A function of tensors as a CUDA graph, whose results the next call overwrites; on a CPU the
+    """A function of tensors as a CUDA graph, whose results the next call overwrites; on a CPU, the
     function itself.
 
-    inputs: tensors of the shapes that it will be called with.
+    inputs: tensors with the shapes it will be called with.
     """
-    # gptq_block is about 125 small launches, which take longer than the work itself.
+    # gptq_block makes about 125 small launches, which take longer than the work itself.
     if not inputs[0].is_cuda:
         return function
     held = [x.clone() for x in inputs]
-    function(*held)                      # loads kernels and constants, which a capture may not do
+    function(*held)                      # loads kernels and constants, which a capture can't do
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = function(*held)
@@ -219,10 +219,10 @@ def write_calibrated(source: ModelFolder, out: Path, tokenizer: Tokenizer,
     """Write the 16-bit model in `source` to the new folder `out` in NVFP4, with codes calibrated on
     its own answers to `count` of the problems (all if there are fewer).
 
-    seed: of the choice of problems and of the answers. UserError for fewer than two problems, or a
+    seed: picks the problems and samples the answers. UserError for fewer than two problems or a
     quantized source.
     """
-    files = source_of(source, device)            # refuses a bad source before any answer
+    files = source_of(source, device)            # refuses a bad source before sampling
     some = problems_at(problems, seed, range(min(count, len(problems))))
     texts = own_answers(source, tokenizer, some, device, max_new_tokens, seed)
     to_nvfp4(files, out, texts, tokenizer.vocab_size)
@@ -236,8 +236,7 @@ class Text(NamedTuple):
 
 def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Problem],
                 device: torch.device, max_new_tokens: int, seed: int) -> list[Text]:
-    """The texts: the NVFP4 model's answers at temperature 1. UserError for fewer than two problems.
-    """
+    """The NVFP4 model's answers at temperature 1. UserError for fewer than two problems."""
     if len(problems) < 2:
         raise UserError(f"--calibrate needs at least 2 problems, one of them to measure with, "
                         f"got {len(problems)}")
@@ -255,7 +254,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
 class Chunk:
     """Some texts, packed like the learner's rows, on their way through the layers.
 
-    exact, coded (T, D) fp32: hidden states of the 16-bit model and of the one with new codes.
+    exact, coded (T, D) fp32: hidden states of the 16-bit model and of the one with the new codes.
     """
 
     def __init__(self, texts: list[Text], embed: Tensor, config: qwen.ModelConfig):
@@ -285,15 +284,15 @@ def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) ->
 
 
 def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
-    """The four linears, in the order in which the layer computes them."""
+    """The four linears, in the order the layer computes them."""
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
 @contextmanager
 def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
-    """A context in which each linear of the layer calls hear(linear, x) with every x (T, K)."""
+    """A context in which each linear of the layer calls hear(linear, x) on every input x (T, K)."""
     # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
-    # H needs x * w / rms, so a hook on the norm keeps 1/rms. Linears have on_input instead of a
+    # H needs x * w / rms, so a hook on the norm keeps 1/rms. Linears have on_input rather than a
     # hook, because ops.mlp calls their product(), not their forward().
     norm_before = {layer.qkv: layer.input_norm, layer.gate_up: layer.post_norm}
     rstd = {}                                                    # norm -> its latest 1/rms (T, 1)
@@ -326,7 +325,7 @@ def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
             for linear in linears_of(layer)}
 
     def add(linear, x):
-        x = x.float()                                            # not in bf16
+        x = x.float()                                            # sums in fp32
         sums[linear].addmm_(x.T, x)
 
     with listening(layer, add):
@@ -339,8 +338,8 @@ def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
 
 
 def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
-    """The codes with the least output error: of GPTQ, the search or rounding to nearest."""
-    # GPTQ cannot revise a column, so it sometimes loses.
+    """The codes with the lowest output error: GPTQ's, the search's or those rounded to nearest."""
+    # GPTQ can't revise a column, so it sometimes loses.
     found = [gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
              nvfp4.quantize(w, scale, offsets=[0])]
     return min(found, key=lambda tensors: output_error(w, tensors, hessian))
@@ -361,8 +360,8 @@ def to_nvfp4(files: WeightReader, out: Path, texts: Sequence[Text] = (),
     """Write source_of()'s model to the new folder `out` in compressed-tensors' NVFP4; lm_head and
     embedding stay bf16.
 
-    texts: see coded_linears(). config.json gets the KL as `calibration`, printed whenever the
-    folder is read.
+    texts: see coded_linears(). config.json gets the KL as `calibration`, which is printed whenever
+    the folder is read.
     """
     about = {"quantization_config": NVFP4_CONFIG}
     linears = tuple(f"{name}.weight" for name in TARGETS)
@@ -380,10 +379,10 @@ def to_nvfp4(files: WeightReader, out: Path, texts: Sequence[Text] = (),
 @torch.no_grad()
 def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | None,
                   about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
-    """Quantize a model layer by layer: yields the name of each linear and its tensors.
+    """Quantize a model layer by layer; yields the name of each linear and its tensors.
 
-    With texts, GPTQ chooses the codes, and the KL of the last eighth is printed and put into
-    about["calibration"]. Without, nvfp4's search chooses them.
+    With texts, GPTQ chooses the codes, and the KL on the last eighth is printed and stored in
+    about["calibration"]. Without texts, nvfp4's search chooses them.
     """
     config = qwen.ModelConfig.from_json(files.config)
     chunks = []
@@ -427,7 +426,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
 
 
 def token_divergence(chunk: Chunk, at: Tensor, norm: qwen.RMSNorm, head: Tensor) -> Tensor:
-    """KL(exact || coded) of the next token at each place `at` (n,): sum of p * (log p - log q)."""
+    """KL(exact || coded) of the next token at each index `at` (n,): sum of p * (log p - log q)."""
     logprobs = []
     for hidden in (chunk.exact, chunk.coded):
         xw, rstd = norm(hidden[at])

@@ -4,9 +4,9 @@ Reads JSON, writes files atomically, and defines the two errors that end a progr
 A file is never written in place:
 
     .run.json.4711.tmp   written, then synced to disk
-    run.json             what os.replace(), which is atomic, renames it to
+    run.json             then renamed to this by os.replace(), which is atomic
 
-So a kill, a full disk or a power cut leaves either the old file or the new one, never half of one.
+So a kill, a full disk or a power cut leaves either the old file or the new one, never half a file.
 new_folder() does the same for a folder.
 """
 import json
@@ -21,13 +21,13 @@ from pathlib import Path
 # -----------------------------------------------------------------------------
 # Errors, and texts for messages
 
-# How a run that ended can continue.
+# How to continue a run that ended.
 CONTINUE = "continue with --resume"
 FIX_AND_CONTINUE = f"fix this, then {CONTINUE}"
 
 
 class UserError(ValueError):
-    """A wrong flag, file or folder. Its text becomes the one line with which the program ends."""
+    """A wrong flag, file or folder. The program ends with its text as a single line."""
 
 
 class Stopped(BaseException):
@@ -43,8 +43,8 @@ class Stopped(BaseException):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message without the number of an OSError, or its class name
-    if the message is empty.
+    """The first line of an exception's message, without an OSError's number, or its class name if
+    the message is empty.
     """
     text = re.sub(r"^\[Errno \d+\]", "", str(error)).strip()
     return (text or type(error).__name__).splitlines()[0]
@@ -65,8 +65,8 @@ def short_repr(value: object, longest: int = 80) -> str:
 # Reading
 
 def read_text(path: str | Path) -> str:
-    """The file's text, without the byte order mark of Windows editors. UserError if it cannot be
-    read or is not UTF-8.
+    """The file's text, without the byte order mark of Windows editors. UserError if it can't be
+    read or isn't UTF-8.
     """
     try:
         return Path(path).read_text("utf-8-sig")
@@ -85,10 +85,10 @@ def read_json(path: str | Path) -> dict:
 
 def read_rows(path: Path) -> list[tuple[int, object]]:
     """The rows of a data file, each with its number for messages, from 1. UserError if the file
-    cannot be read.
+    can't be read.
 
     A .json file is a list, a .parquet file a table. Any other file, such as .jsonl, has one row per
-    line: rows are numbered by line, and blank lines are skipped.
+    line; rows are numbered by line, and blank lines are skipped.
     """
     if path.suffix == ".parquet":
         try:
@@ -111,8 +111,8 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
 
 
 def parse_json(text: str | bytes, place: str | Path) -> object:
-    """The value of a JSON text. UserError, naming `place`, if it is not JSON: NaN and Infinity are
-    not, although json.loads accepts them.
+    """The value of a JSON text. UserError, naming `place`, if it isn't JSON. NaN and Infinity
+    aren't, although json.loads accepts them.
     """
     def refuse_constant(name):
         raise ValueError(f"{name} is not JSON")
@@ -126,8 +126,8 @@ def parse_json(text: str | bytes, place: str | Path) -> object:
 def read_log(path: Path) -> Iterator[tuple[dict, int]]:
     """Yields every row of a run's log, such as metrics.jsonl, with the byte offset where it ends.
 
-    A last line without a line feed was cut off by a kill and is left out. UserError for a line
-    that is not JSON.
+    A last line without a newline was cut off by a kill and is skipped. UserError for a line that
+    isn't JSON.
     """
     end = 0
     with open(path, "rb") as file:
@@ -154,7 +154,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)        # left behind by a full disk
+        temporary.unlink(missing_ok=True)        # left behind if the disk is full
 
 
 def write_json(path: str | Path, value: object) -> None:
@@ -174,7 +174,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         yield folder
         for path in (*folder.iterdir(), folder):
-            # mkdtemp and safetensors create files that only their owner can read.
+            # mkdtemp and safetensors make files that only their owner can read.
             path.chmod(0o755 if path.is_dir() else 0o644)
             sync_to_disk(path)
         if out.exists():                         # empty; Windows cannot rename over it

@@ -1,16 +1,15 @@
 """
-Full fine-tuning: training every weight instead of an adapter. It is the paper's baseline, not part
-of QeRL.
+Full fine-tuning: train every weight instead of an adapter. It's the paper's baseline, not part of
+QeRL.
 
-    weights = attach(model)                      # of a model that was loaded with base="bf16"
+    weights = attach(model)                      # a model loaded with base="bf16"
     learner = Learner(model, loss)               # as with an adapter
     save(model, weights.master.cpu(), folder)    # a model folder
 
 Weights has the interface of lora.Adapter, so learner, sampler and checkpoints accept either. AdamW
-updates `master` in fp32. The model computes with its matrices rounded to bf16, which sync() writes
-to where the sampler's CUDA graphs read them; norms and biases are small and stay fp32. A CPU
-computes with the same bf16 numbers in fp32. So a saved folder is the model that sampled, to the
-last bit.
+updates `master` in fp32. The model computes with matrices rounded to bf16, which sync() writes to
+where the sampler's CUDA graphs read them; norms and biases are small and stay fp32. A CPU computes
+in fp32 with the same bf16 numbers. A saved folder is therefore the model that sampled, bit for bit.
 
     trained               its gradient comes from
     a linear's W          Linear: dW = dy.T @ x, instead of lora.Linear's dA and dB
@@ -44,10 +43,10 @@ from weights import parts_of, save_model
 # The weights
 
 class Weights:
-    """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
+    """All trained parameters in one flat fp32 vector; attach() makes one for a model.
 
     master and master.grad    all parts, one after the other
-    working                   the matrices among them, as the model computes with them
+    working                   the matrices, as the model computes with them
 
     Call sync() after changing master.
     """
@@ -71,15 +70,15 @@ class Weights:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Round master's matrices into the working copies, in place; one at a time, because
+        """Round master's matrices into the working copies, in place and one at a time, because
         rounding takes temporary memory.
         """
         for copy, exact in zip(self.unflatten(self.working), self.unflatten(self.master)):
             copy.copy_(exact.bfloat16())
 
     def tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A vector laid out like master -> (Hugging Face's name, tensor) of all parts: the matrices
-        in bf16, as they compute, norms and biases in fp32.
+        """A vector laid out like master -> (Hugging Face's name, tensor) of all parts: matrices in
+        bf16, as the model computes with them, norms and biases in fp32.
         """
         for part, view in zip(self.parts, self.unflatten(flat)):
             for name, piece in part.split(view):
@@ -87,10 +86,10 @@ class Weights:
 
 
 def attach(model: Qwen) -> Weights:
-    """Makes all weights of a model trainable -> model.adapter. An existing Sampler or Learner does
-    not use them: make another one.
+    """Make all weights of a model trainable, as model.adapter. Existing Samplers and Learners don't
+    use them, so make new ones.
 
-    model: of base bf16, without an adapter.
+    model: loaded with base bf16, without an adapter.
     """
     weights = Weights(model)
     leaves = [Parameter(view) for view in weights.unflatten(weights.master.data)]
@@ -117,10 +116,10 @@ def attach(model: Qwen) -> Weights:
 
 
 def save(model: Qwen, master: Tensor, folder: Path) -> None:
-    """Writes a model folder, replacing the one that is there. master: with the layout of
-    Weights.master, on the CPU. OSError if the disk is full, which leaves the old folder as it was.
+    """Write a model folder, replacing an existing one. master: laid out like Weights.master, on the
+    CPU. OSError if the disk is full, which leaves the old folder as it was.
     """
-    for left in folder.parent.glob(f".{folder.name}.*"):         # after a kill
+    for left in folder.parent.glob(f".{folder.name}.*"):         # left behind by a kill
         shutil.rmtree(left)
     new = folder.with_name(f".{folder.name}.new")
     save_model(model.adapter.tensors(master), model.folder.path, new,
@@ -133,10 +132,10 @@ def save(model: Qwen, master: Tensor, folder: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The gradients that an adapter does not need
+# The gradients that an adapter doesn't need
 
 class Linear(lora.Linear):
-    """A linear with trained W. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
+    """A linear whose W is trained. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
     copy: W in the model's dtype.
     """
 
@@ -150,7 +149,7 @@ class Linear(lora.Linear):
         return self.weight.dequantize()
 
     def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
-        """-> dx (M, K) in the model's dtype. Adds dW to leaf.grad."""
+        """Return dx (M, K) in the model's dtype and add dW to leaf.grad."""
         add_mm(self.leaf.grad, dy_wide.T, x_wide)
         return mm(dy_wide, self.wide_weight())
 
@@ -165,15 +164,15 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        # In place: a separate gradient would be as large as the embedding. A token that occurs
-        # twice gets the sum, in a fixed order (on a GPU index_add_ has none).
+        # In place, because a separate gradient would be as large as the embedding. A token that
+        # occurs twice gets the sum, in a fixed order (on a GPU, index_add_ has none).
         ctx.leaf.grad.index_put_((ctx.tokens,), dx, accumulate=True)
         return None, None, None
 
 
 class _Score(torch.autograd.Function):
-    """ops.token_logprobs with a gradient for the head. That needs dL/dlogprob, which is known only
-    in the backward pass, so the logits are computed again there, chunk by chunk.
+    """ops.token_logprobs with a gradient for the head. That needs dL/dlogprob, which isn't known
+    until the backward pass, so the logits are recomputed there, chunk by chunk.
     """
 
     @staticmethod

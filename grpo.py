@@ -1,51 +1,51 @@
 """
 The GRPO family of losses: from the rewards of a group of answers to the loss of every token.
 
-    group_advantages    how much better is an answer than the others to the same problem?
-    token_weights       how much does a token count in the loss of an update?
-    policy_loss         puts both together with the tokens' log-probs: the loss to differentiate
+    group_advantages    how much better each answer is than the others to its problem
+    token_weights       how much each token counts in the loss of an update
+    policy_loss         combines both with the tokens' log-probs into the loss to differentiate
 
-A training step samples G answers to each of P problems. An answer is a row: there are B = P * G,
-and rows [p * G, (p + 1) * G) answer problem p. The loss sees the T tokens of all rows end to end:
+A training step samples G answers to each of P problems. Each answer is one of B = P * G rows, and
+rows [p * G, (p + 1) * G) answer problem p. The loss gets the T tokens of all rows end to end:
 
     problem            0            1          P = 2, G = 2
     row                0     1      2     3    B = 4: rewards and advantages are (B,)
     token              a b   c d e  f     g h  T = 8: log-probs and weights are (T,)
-    row_of_token       0 0   1 1 1  2     3 3  (T,), so that advantages[row_of_token] is (T,)
+    row_of_token       0 0   1 1 1  2     3 3  (T,), so advantages[row_of_token] is (T,)
 
-Before the tokens are laid out, masks and weights are (B, L), where L is the longest row's length.
-The mask is 0 on padding, a tool's tokens, unscorable rows and, with --overlong mask, cut-off rows.
+Before that, masks and weights are (B, L), where L is the length of the longest row. The mask is 0
+for padding, tool output, unscorable rows and, with --overlong mask, truncated rows.
 
 Three policies give each token a probability:
 
     rollout    sampled it, with the sampler's kernels and AQN's noise; its log-probs were recorded
     old        the learner, without noise, before the step's first update
-    policy     the learner now: the only one with a gradient. All three use the same frozen weights
+    policy     the learner now, the only one with a gradient; all three share the frozen weights
 
-    importance weight = min(old / rollout, 2)    corrects for noise and rounding of the rollout
-    ratio             = policy / old             how far updates have moved the learner: PPO's clip
+    importance weight = min(old / rollout, 2)    corrects for noise and rounding in the rollout
+    ratio             = policy / old             how far updates have moved the learner; clipped
 
     objective = min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
     loss      = -sum over the tokens of weight * importance weight * objective
 
-By default a training step makes one update (optimizer step). Then policy and old are the same
-numbers: the ratio is 1, nothing is clipped, and the gradient is that of
+By default a training step makes one update (optimizer step). Policy and old are then identical, so
+the ratio is 1, nothing is clipped, and the gradient is that of
 
     loss      = -sum over the tokens of weight * importance weight * advantage * log policy
 
-Two flags make several updates: --epochs N trains on all rows N times, --updates-per-rollout N
-trains on one Nth of the groups at a time. If the first update trains on all rows, the old log-probs
-cost no forward pass, because the update computes them anyway.
+Two flags add updates: --epochs N trains on all rows N times, --updates-per-rollout N trains on one
+Nth of the groups at a time. If the first update trains on all rows, it computes the old log-probs
+anyway, so they cost no extra forward pass.
 
-A weight is 1 / divisor. The divisor counts all rows or tokens of the update and is known before the
-first backward pass, so gradients of micro-batches and ranks are simply added up.
+A weight is 1 / divisor. The divisor counts all rows or tokens in the update and is known before the
+first backward pass, so the gradients of micro-batches and ranks simply add up.
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
-divisor, the clip, and whether the ratio is per token or per row: each is one entry of LOSSES. Why
-there are two ratios where PPO has one: docs/walkthrough.md, part 7.
+divisor, the clip, and whether the ratio is per token or per row, so each is an entry in LOSSES.
+docs/walkthrough.md (section 7) explains why there are two ratios where PPO has one.
 
 Not here: a critic and an entropy bonus (QeRL uses neither), a penalty for long answers
-(examples/my_reward.py), DAPO's dynamic sampling (a larger --prompts-per-step costs as much and
+(examples/my_reward.py), DAPO's dynamic sampling (a larger --prompts-per-step costs the same and
 yields as many informative groups).
 """
 from collections.abc import Callable
@@ -55,14 +55,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped to +-20 before exp(), as in verl. So ratios are at most 4.9e8, and their
-# squares and their sums over a step are finite in fp32.
+# Log-ratios are clamped to +-20 before exp(), as in verl. Ratios then stay below 4.9e8, and their
+# squares and sums over a step are finite in fp32.
 LOG_RATIO_LIMIT = 20.0
 SCALES = ("group", "none")
 
 
 class Correction(NamedTuple):
-    """How a loss corrects for answers sampled by another policy than the learner:
+    """How a loss corrects for answers sampled by a policy other than the learner:
     ratio = policy / proximal and importance weight = min(proximal / rollout, cap).
     """
     proximal: str                                # "old" or "rollout"
@@ -72,14 +72,14 @@ class Correction(NamedTuple):
 CORRECTIONS = {
     # Decoupled PPO (2110.00641) with truncated importance sampling (TIS: Yao et al. 2025, "Your
     # Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Without the cap, a token
-    # that the rollout almost never samples could outweigh all others; 2 is the usual cap (TRL's is
-    # 3), for quantized rollouts too.
+    # that the rollout almost never samples could outweigh all others; 2 is the usual cap, for
+    # quantized rollouts too (TRL uses 3).
     "truncate": Correction("old", 2.0),
-    # PPO's one ratio (1707.06347; QeRL, Eq. 3). Its clip acts on noise and rounding too. A token
-    # boosted by noise can have a ratio below 1 - clip_low: with a negative advantage it loses its
-    # gradient, with a positive one it keeps it. So the learner may imitate the noise.
+    # PPO's single ratio (1707.06347; QeRL, Eq. 3), whose clip acts on noise and rounding too. A
+    # token boosted by noise can have a ratio below 1 - clip_low. It then loses its gradient if its
+    # advantage is negative but keeps it if positive, so the learner may imitate the noise.
     "ppo": Correction("rollout", None),
-    # No correction, as in the authors' code, so the gradient is biased.
+    # No correction, as in the authors' code. The gradient is biased.
     "off": Correction("old", None),
 }
 
@@ -88,21 +88,21 @@ CORRECTIONS = {
 class Loss:
     """A loss. correction is a key of CORRECTIONS.
 
-    divisor(rows, tokens, lengths, limit) -> the divisor of the sum over a row's tokens, one number
-    () or one per row (B,). The arguments are tensors, except the last:
-        rows ()       how many rows are in the loss of the update
-        tokens ()     how many tokens are in it
-        lengths (B,)  how many tokens of each row are in it
-        limit         the most tokens that an answer may have (--max-new-tokens)
+    divisor(rows, tokens, lengths, limit) returns what to divide the sum over a row's tokens by: one
+    number () or one per row (B,). All arguments but the last are tensors:
+        rows ()       rows in the update's loss
+        tokens ()     tokens in it
+        lengths (B,)  tokens of each row in it
+        limit         the maximum length of an answer (--max-new-tokens)
     """
     divisor: Callable[[Tensor, Tensor, Tensor, int], Tensor]
-    # Both widths are QeRL's for all its losses (Table 4). The larger clip_high is DAPO's
-    # Clip-Higher (2503.14476, section 3.1).
+    # QeRL uses both widths for all its losses (Table 4). The larger clip_high is DAPO's Clip-Higher
+    # (2503.14476, section 3.1).
     clip_low: float = 0.2
     clip_high: float = 0.28
     sequence_level: bool = False                 # one ratio per row: exp of the mean log-ratio
     correction: str = "truncate"
-    kl_beta: float = 0.0                         # weight of the KL divergence to the reference
+    kl_beta: float = 0.0                         # weight of KL(policy || reference)
 
     def __post_init__(self):
         assert self.correction in CORRECTIONS, \
@@ -116,17 +116,17 @@ class Loss:
 
 
 LOSSES = {
-    # Every row counts the same, however long it is (2402.03300, Eq. 3). That paper also has a
+    # Every row counts the same, however long it is (2402.03300, Eq. 3). The paper also has a
     # symmetric clip and a KL term: --clip-high 0.2 --kl-beta 0.04.
     "grpo": Loss(lambda rows, tokens, lengths, limit: rows * lengths),
     # Every token of the update counts the same (2503.14476, section 3.3: token-level loss).
     "dapo": Loss(lambda rows, tokens, lengths, limit: tokens),
-    # Divides by a constant where "grpo" divides by the row's length. The latter makes each token of
-    # a wrong answer cost less the longer the answer is, so that wrong answers grow (2503.20783,
-    # section 3.1). Dr. GRPO is this loss together with --advantage-scale none.
+    # Divides by a constant, not by the row's length. With "grpo", each token of a wrong answer
+    # costs less the longer the answer is, so wrong answers grow (2503.20783, section 3.1). Dr. GRPO
+    # is this loss plus --advantage-scale none.
     "dr_grpo": Loss(lambda rows, tokens, lengths, limit: rows * limit),
-    # One ratio per row, and the narrow clip of 2507.18071, section 5.1. With correction "ppo" AQN's
-    # noise alone would move the ratio out of this clip.
+    # One ratio per row, with the narrow clip of 2507.18071, section 5.1. With correction "ppo",
+    # AQN's noise alone would push the ratio outside it.
     "gspo": Loss(lambda rows, tokens, lengths, limit: rows * lengths, 3e-4, 4e-4,
                  sequence_level=True),
 }
@@ -136,49 +136,49 @@ LOSSES = {
 # Rewards -> advantages
 
 def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Which groups have something to teach: (B,) rewards -> (P,) bool, True if rewards differ.
+    """Which groups can teach something: (B,) rewards -> (P,) bool, True if the rewards differ.
 
-    Unscorable rows (NaN) do not count; a group without any other row is not informative. Rewards
-    count as equal if they differ by at most 1e-9 of the largest: in floats 0.1 + 0.2 is not 0.3.
+    Unscorable rows (NaN) don't count, and a group with no other rows isn't informative. Rewards
+    that differ by at most 1e-9 of the largest are equal: in floats, 0.1 + 0.2 isn't 0.3.
     """
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
     largest = grouped.nan_to_num(nan=0.0).abs().amax(dim=1)
-    return highest - lowest > 1e-9 * largest     # a group of NaN only: -inf > 0 is False
+    return highest - lowest > 1e-9 * largest     # all NaN: -inf > 0 is False
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str,
                      shaping: Tensor | None = None) -> Tensor:
-    """How much better than its group each answer is: (B,) rewards -> (B,) fp32 advantages.
+    """How much better each answer is than its group: (B,) rewards -> (B,) fp32 advantages.
 
     An advantage is the reward minus its group's mean. scale "group" divides it by the group's
-    standard deviation (GRPO, DAPO); "none" does not (Dr. GRPO: 2503.20783, section 3.2). A group
-    whose rewards are all equal has advantages of 0. An unscorable row (NaN) is in no mean and has
-    an advantage of 0.
+    standard deviation (GRPO, DAPO); "none" doesn't (Dr. GRPO: 2503.20783, section 3.2). If a
+    group's rewards are all equal, its advantages are 0. An unscorable row (NaN) is left out of the
+    mean and gets an advantage of 0.
 
-    shaping (B,) is an extra reward, such as for format or length. Minus its group mean, it is added
-    undivided, and only in groups whose rewards differ.
+    shaping (B,) is an extra reward, for format or length say. Its group mean is subtracted too, but
+    it is never divided, and it counts only in groups whose rewards differ.
     """
     assert scale in SCALES, f"{scale!r} is not one of {SCALES}"
-    # float64: fp32 cannot tell a reward of 20,000,001 from one of 20,000,000.
+    # float64, because fp32 can't tell a reward of 20,000,001 from one of 20,000,000.
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
     scorable = ~grouped.isnan()
     mean = grouped.nanmean(dim=1, keepdim=True)
     centered = torch.where(scorable, grouped - mean, 0.0)
     if scale == "group":
-        # The squares are divided by n - 1 and 1e-4 is added to the root, both as in the authors'
-        # code. n counts the scorable answers, so it can be below G.
+        # Dividing by n - 1 and adding 1e-4 both follow the authors' code. n counts only scorable
+        # answers, so it can be less than G.
         n = scorable.sum(dim=1, keepdim=True)
         variance = centered.square().sum(dim=1, keepdim=True) / (n - 1).clamp(min=1)
         centered = centered / (variance.sqrt() + 1e-4)
     if shaping is not None:
-        # As part of the reward it would be divided too: among eight wrong answers, one that gets
-        # -0.05 for its length would have an advantage of -2.5.
+        # As part of the reward it would be divided too. Among eight wrong answers, one penalized by
+        # 0.05 for its length would then get an advantage of -2.5.
         shaping = torch.where(scorable, shaping.view(-1, group_size), torch.nan)
         centered = centered + (shaping - shaping.nanmean(dim=1, keepdim=True)).nan_to_num(nan=0.0)
-    # Exactly 0 lets the learner skip these rows. The formula alone is not exact: the mean of eight
-    # equal numbers need not be that number, and the rounding error would be divided by 0 + 1e-4.
+    # Exactly 0, so that the learner skips these rows. The formula isn't exact: the mean of eight
+    # equal numbers can be off by a rounding error, which would be divided by 0 + 1e-4.
     informative = informative_groups(rewards, group_size)
     return torch.where(informative[:, None], centered, 0.0).view(-1).float()
 
@@ -187,12 +187,12 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str,
 # Which tokens are in the loss, and how much each counts
 
 def loss_mask(sampled: Tensor, rewards: Tensor, finished: Tensor, mask_overlong: bool) -> Tensor:
-    """Which tokens are in the loss: (B, L) bool, of sampled (B, L), rewards and finished (B,).
+    """Which tokens are in the loss: sampled (B, L), rewards and finished (B,) -> (B, L) bool.
 
-    sampled: the tokens that the policy wrote (Rollouts.sampled()). A row is dropped from the loss
-    if it is unscorable (NaN) or, with mask_overlong, if it was cut off at the length limit
-    (finished is False), as in the authors' code and DAPO's overlong filtering (2503.14476, section
-    3.4). The reward of a cut-off row still counts in its group's mean.
+    sampled: the tokens that the policy wrote (Rollouts.sampled()). A row drops out of the loss if
+    it's unscorable (NaN) or, with mask_overlong, truncated (finished is False), as in the authors'
+    code and DAPO's overlong filtering (2503.14476, section 3.4). A truncated row's reward still
+    counts in its group's mean.
     """
     rows = ~rewards.isnan()
     if mask_overlong:
@@ -204,13 +204,13 @@ def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
     """Splits a batch into minibatches, one per update: loss_mask (B, L) -> `count` disjoint masks
     (B, L).
 
-    Groups are not split and keep their order. Groups that have a token in the loss are divided
-    evenly, give or take one; the others are in no minibatch. If there are fewer than `count`, some
-    minibatches are empty, and the learner skips those.
+    Groups stay whole and in order. Those with a token in the loss are divided evenly, give or take
+    one; the others are in no minibatch. If there are fewer than `count`, some minibatches are
+    empty, and the learner skips them.
     """
     groups = mask.any(dim=1).view(-1, group_size).any(dim=1)                # (P,)
-    # (P,): a group's minibatch, 0..count - 1. What a group without a token in the loss gets does
-    # not matter, since `mask` drops it.
+    # (P,): each group's minibatch, 0..count - 1. For a group without a token in the loss the number
+    # doesn't matter, since `mask` drops it.
     number = (groups.cumsum(0) - 1) * count // groups.sum().clamp(min=1)
     row_number = number.repeat_interleave(group_size)[:, None]              # (B, 1)
     return [mask & (row_number == u) for u in range(count)]
@@ -219,9 +219,9 @@ def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
 def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
     """How much each token counts in the loss of an update: (B, L) fp32, 0 outside the mask.
 
-    mask (B, L) bool covers the update on all ranks: nothing else divides its loss. Lengths and the
-    divisor count only tokens in the loss, so a tool's output does not dilute the answer's tokens; a
-    row without such tokens is not counted.
+    mask (B, L) bool covers the update on all ranks, since nothing else divides its loss. Lengths
+    and the divisor count only tokens in the loss, so tool output doesn't dilute the answer's
+    tokens. Rows without such tokens aren't counted.
     """
     lengths = mask.sum(dim=1)                                               # (B,)
     rows = (lengths > 0).sum()
@@ -242,15 +242,15 @@ class LogProbs(NamedTuple):
 
 
 def limited_exp(log_ratio: Tensor) -> Tensor:
-    """exp() of log-ratios clamped to +-LOG_RATIO_LIMIT; no gradient beyond."""
+    """exp() of log-ratios clamped to +-LOG_RATIO_LIMIT, with no gradient beyond."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Estimates KL(p || q) token by token from log_ratio = log q - log p, on samples of p; >= 0.
+    """Estimates KL(p || q) per token from log_ratio = log q - log p on samples of p; >= 0.
 
     Schulman's k3 (joschu.net/blog/kl-approx.html). As a loss, with p = policy and q = reference, it
-    pulls the policy towards the reference, as in GRPO; the plainer k1 = -log_ratio would have a
+    pulls the policy towards the reference, as in GRPO; the simpler k1 = -log_ratio would have a
     mean gradient of 0.
     """
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -260,7 +260,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
     """values (T,) -> (T,): every token gets its row's mean."""
     total = torch.zeros(rows, dtype=values.dtype, device=values.device)
-    # Not index_add: on a GPU its order of addition varies, and a resumed run would get other bits.
+    # Not index_add: on a GPU its order varies, and a resumed run would get different bits.
     total = total.index_put((row_of_token,), values, accumulate=True)
     return (total / row_of_token.bincount(minlength=rows).clamp(min=1))[row_of_token]
 
@@ -269,9 +269,9 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
                 loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
 
-    A micro-batch has b rows, of which only the T tokens in the loss are given: advantages (b,),
-    row_of_token (T,) int64, weights (T,) from token_weights. Losses and sums of micro-batches add
-    up to those of the update (add_sums).
+    advantages (b,) are those of the micro-batch's b rows. row_of_token (T,) int64 and weights (T,)
+    from token_weights cover only the T tokens in the loss. Losses and sums of micro-batches add up
+    to those of the update (add_sums).
     """
     policy, rollout, old, reference = logprobs
     shapes = [tuple(t.shape) for t in (row_of_token, weights, *logprobs) if t is not None]
@@ -285,15 +285,15 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     log_ratio = policy - proximal                                           # (T,)
     log_weight = proximal - rollout                                         # (T,)
     if loss.sequence_level:
-        # Every token has its row's ratio and the gradient of its own log-prob; the weights contain
-        # the mean's 1 / length (2507.18071, section 4.3: GSPO-token).
+        # Every token has its row's ratio but the gradient of its own log-prob; the weights already
+        # have the mean's 1 / length (2507.18071, section 4.3: GSPO-token).
         row_mean = row_means(log_ratio.detach(), row_of_token, len(advantages))
         log_ratio = row_mean + policy - policy.detach()
         log_weight = row_means(log_weight, row_of_token, len(advantages))
     ratio = limited_exp(log_ratio)
     importance_weight = (1.0 if correction.cap is None
                          else limited_exp(log_weight).clamp(max=correction.cap))
-    # The importance weight is positive, so it can be multiplied before min() or after it.
+    # The importance weight is positive, so it can go inside min().
     weighted_advantage = advantages[row_of_token] * importance_weight       # (T,)
 
     #                            ratio < 1 - clip_low    in between    ratio > 1 + clip_high
@@ -308,7 +308,7 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     sums["clip_ratio_low"] = clipped_low.double().sum()
     sums["clip_ratio_high"] = clipped_high.double().sum()
     if reference is not None:
-        # Without an importance weight, so with noisy rollouts this estimate is slightly biased.
+        # This has no importance weight, so noisy rollouts bias it slightly.
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().double().sum()
@@ -319,12 +319,12 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
 # Metrics: sums over the trained tokens of an update, then means
 
 def rollout_sums(d: Tensor) -> dict[str, Tensor]:
-    """How far the learner is from the rollout: d (T,) = log policy - log rollout -> sums over the
-    tokens, float64; rollout_is_max is a maximum. docs/metrics.md defines each.
+    """How far the learner is from the rollout: d (T,) = log policy - log rollout -> float64 sums
+    over the tokens, except rollout_is_max, a maximum. docs/metrics.md defines them.
 
-    The ratio here, exp(d) = policy / rollout, is not clipped or truncated.
+    The ratio here, exp(d) = policy / rollout, is neither clipped nor truncated.
     """
-    d = d.double()                               # so that counts stay exact
+    d = d.double()                               # keeps counts exact
     ratio = limited_exp(d)
     statistics = {
         "tokens": torch.ones_like(d),
@@ -333,7 +333,7 @@ def rollout_sums(d: Tensor) -> dict[str, Tensor]:
         "rollout_kl": k3(d),                     # an estimate of KL(rollout || learner)
         "rollout_is_outside": (ratio < 0.9) | (ratio > 1.1),
         "rollout_is_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),     # 0 without tokens
-        "rollout_is": ratio,                     # summarize() makes rollout_is_ess of these two
+        "rollout_is": ratio,                     # summarize() turns both into rollout_is_ess
         "rollout_is_squared": ratio.square(),
     }
     return {name: values.double().sum() for name, values in statistics.items()}

@@ -10,7 +10,7 @@ batch's rows into micro-batches that fit in memory, adds up their gradients, cli
 AdamW step, and rounds the new parameters into the working copies (bf16 on a GPU) that sampler and
 learner compute with.
 
-Not here: the loss (grpo.py), forward and backward of the model (model.py, ops.py).
+Not here: the loss (grpo.py), the model's forward and backward pass (model.py, ops.py).
 """
 import functools
 import math
@@ -36,17 +36,17 @@ class Batch:
     """The answers of one training step, shared by all updates on them."""
     rows: list[Row]                              # B of them
     advantages: Tensor                           # (B,) fp32
-    # Row number -> its old log-probs (grpo.py), (completion tokens,) fp32, detached, on the model's
-    # device. Only of rows that this rank trains on. compute_old_logprobs() fills it, or else the
-    # learner's first pass over the row.
+    # Row number -> old log-probs (grpo.py), (completion tokens,) fp32, detached, on the model's
+    # device, for the rows this rank trains on. They come from compute_old_logprobs() or else from
+    # the learner's first pass over the row.
     old: dict[int, Tensor] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)  # rows that any rank trained on in earlier updates
 
 
 class Update(NamedTuple):
     """Result of update(). The adapter is unchanged if no row was trained (sums is empty), the
-    gradient was 0, or the loss or gradient was not finite (failure says what). A failed update
-    keeps its sums and norm as they are, infinite or NaN, for the log.
+    gradient was 0, or the loss or gradient was not finite (see failure). A failed update reports
+    its sums and norm as they are, infinite or NaN.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
@@ -55,16 +55,16 @@ class Update(NamedTuple):
 
 
 class AdamW:
-    """The optimizer of an adapter: AdamW (1711.05101) on its one flat vector of parameters.
+    """AdamW (1711.05101) on the adapter's flat vector of parameters.
 
     To try another optimizer, write a class with these four methods and assign it to
-    Learner.OPTIMIZER: checkpoints, --resume and the memory plan (harness/memory.py) only use
+    Learner.OPTIMIZER; checkpoints, --resume and the memory plan (harness/memory.py) use only
     state_bytes() and tensors().
     """
     MOMENTS = "exp_avg", "exp_avg_sq"            # as torch.optim names them
     BETAS = 0.9, 0.99                            # as in the authors' code (NVlabs/QeRL)
-    # torch's 1e-8 would damp the updates of LoRA's matrix A: while B is still small, the gradient
-    # of A is only 1e-8 to 1e-6.
+    # torch's 1e-8 would damp the updates of LoRA's A, whose gradient is only 1e-8 to 1e-6 while B
+    # is still small.
     EPS = 1e-10
 
     def __init__(self, adapter: Adapter, weight_decay: float = 0.0):
@@ -76,7 +76,7 @@ class AdamW:
 
     @classmethod
     def state_bytes(cls, parameters: int) -> int:
-        """Bytes of this optimizer's fp32 state for `parameters` parameters."""
+        """Bytes of fp32 optimizer state for this many parameters."""
         return 4 * len(cls.MOMENTS) * parameters
 
     def tensors(self) -> dict[str, Tensor]:
@@ -85,14 +85,14 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One AdamW step on adapter.master, in place, with the gradient in adapter.master.grad.
+        """Takes an AdamW step on adapter.master, in place, with adapter.master.grad.
 
-        The caller must call adapter.sync() afterwards, which rewrites the working copies.
+        Call adapter.sync() afterwards to rewrite the working copies.
         """
         master = self.adapter.master
         state = self.state
         # The function behind torch.optim.AdamW(fused=True): one kernel for the entire vector. The
-        # class itself would import torch's compiler, which takes seconds at every start.
+        # class itself imports torch's compiler, which would add seconds to every start.
         adamw([master], [master.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [],
               [state["step"]], fused=True, lr=lr, beta1=self.BETAS[0], beta2=self.BETAS[1],
               weight_decay=self.weight_decay, eps=self.EPS, amsgrad=False, maximize=False)
@@ -101,12 +101,12 @@ class AdamW:
 class Learner:
     """Trains a model's adapter; owns all state that updates change.
 
-    temperature: the sampler's. The learner divides its logits by it too, so that both log-probs
-    belong to the same distribution.
+    temperature: the sampler's. The learner divides its logits by it too, so that both have the same
+    distribution.
 
-    Two attributes may be set to what fits in memory: micro_batch_tokens, and kept_layers, the
-    number of layers without activation checkpointing (they keep their activations for the backward
-    pass, the others recompute them).
+    Two attributes can be set to what fits in memory: micro_batch_tokens, and kept_layers, the
+    number of layers that keep their activations for the backward pass (the others recompute them:
+    activation checkpointing).
     """
     OPTIMIZER = AdamW
 
@@ -123,8 +123,8 @@ class Learner:
 
     @classmethod
     def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
-        """Bytes of an adapter of `parameters` parameters in training: the fp32 ones and their
-        gradient, the working copies in the model's dtype, and the optimizer's state.
+        """Bytes of training state for this many parameters: fp32 values and gradients, working
+        copies in the model's dtype, and the optimizer's state.
         """
         return (4 + 4 + dtype.itemsize) * parameters + cls.OPTIMIZER.state_bytes(parameters)
 
@@ -134,10 +134,10 @@ class Learner:
 
     @torch.enable_grad()                         # a --reward may have disabled it
     def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:
-        """One optimizer step on the tokens of the batch whose weight is above 0.
+        """Takes one optimizer step on the batch's tokens with a weight above 0.
 
-        Every rank gets the full batch, the B rows of all ranks, and weights (B, L) fp32 from
-        grpo.token_weights; each computes its share. See Update for when no step is taken.
+        Every rank gets the full batch (the B rows of all ranks) and weights (B, L) fp32 from
+        grpo.token_weights, and computes its share. Update says when no step is taken.
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
@@ -149,7 +149,7 @@ class Learner:
         all_sum(adapter.master.grad)
         loss = sums.pop("loss").item()
         grad_norm = adapter.master.grad.norm().item()
-        # Every rank sees the same sums, so all decide alike.
+        # Every rank sees the same sums, so all of them agree.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
         if grad_norm == 0:                       # AdamW's momentum would still move the adapter
@@ -161,9 +161,9 @@ class Learner:
 
     def accumulate_gradient(self, batch: Batch, weights: Tensor, rank: int,
                             ranks: int) -> dict[str, Tensor]:
-        """Adds one rank's share of the loss's gradient to adapter.master.grad.
+        """Adds one rank's share of the gradient to adapter.master.grad.
 
-        Returns the sums over the tokens that this rank trained on, on the CPU; {} if it has none.
+        Returns the sums over the tokens this rank trained on, on the CPU; {} if there are none.
         """
         trained = self._trained(batch, weights)
         total = {}
@@ -176,10 +176,10 @@ class Learner:
 
     @torch.no_grad()
     def compute_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
-        """Computes batch.old of all rows, at the cost of a forward pass. Needed before the first of
-        several updates on different rows, unless the loss clips around the rollout.
+        """Fills batch.old, at the cost of a forward pass. Needed before the first of several
+        updates on different rows, unless the loss clips around the rollout.
 
-        minibatches: the token weights of each.
+        minibatches: their token weights.
         """
         if grpo.CORRECTIONS[self.loss.correction].proximal != "old":
             return
@@ -191,20 +191,20 @@ class Learner:
 
     def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
         """The numbers of the rows that an update trains on."""
-        # At advantage 0 only a KL term has a gradient; without one the row is skipped. It still
-        # counts in the divisor, which is already in the weights.
+        # At advantage 0 only a KL term has a gradient; without one the row is skipped. The divisor,
+        # which is already in the weights, still counts it.
         teaches = (batch.advantages != 0) | self.loss.needs_reference
         return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
 
     def _share(self, batch: Batch, trained: list[int], rank: int, ranks: int) -> list[list[int]]:
-        """One rank's micro-batches of these rows, as their numbers."""
+        """One rank's micro-batches, as lists of row numbers."""
         prompts = [batch.rows[b].prompt for b in trained]
         completions = [batch.rows[b].completion for b in trained]
         share = share_of_rank(prompts, completions, self.micro_batch_tokens, rank, ranks)
         return [[trained[i] for i in rows] for _, rows in share]
 
     def _micro_batch(self, batch, numbers, weights):
-        """-> the loss of the rows of a batch with these numbers, differentiable, and their sums."""
+        """The differentiable loss of the rows with these numbers, and their sums."""
         model = self.model
         device = model.device
         rows = [batch.rows[b] for b in numbers]
@@ -218,14 +218,14 @@ class Learner:
         # Without compute_old_logprobs(), a row's first pass keeps its log-probs for later ones.
         for b, logprobs in zip(numbers, policy.detach().split(lengths)):
             if b not in batch.old:
-                # A rank keeps only those of its own rows. They are always there, because each epoch
+                # A rank keeps only its own rows' log-probs. That's enough, because every epoch
                 # deals the same rows to the same ranks.
                 assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
                 batch.old[b] = logprobs
         old = torch.cat([batch.old[b] for b in numbers])
         row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
         weights = torch.cat([weights[b, :n] for b, n in zip(numbers, lengths)])
-        # Tokens outside the loss, such as a tool's, are dropped only now: others depend on them.
+        # Tokens outside the loss, such as a tool's, are dropped only now: others attend to them.
         kept = weights.nonzero()[:, 0]
         row_of_token, weights = row_of_token[kept].to(device), weights[kept].to(device)
         kept = kept.to(device)
@@ -233,13 +233,13 @@ class Learner:
                                  None if reference is None else reference[kept])
         loss, sums = grpo.policy_loss(logprobs, batch.advantages[numbers].to(device), row_of_token,
                                       weights, self.loss)
-        sums["entropy"] = entropy[kept].sum().double()           # token_logprobs has detached it
+        sums["entropy"] = entropy[kept].sum().double()           # detached by token_logprobs
         sums["loss"] = loss.detach().double()
         return loss, sums
 
 
 def as_tokens(rows: list[Row]) -> tuple[list[list[int]], list[int], list[int]]:
-    """-> each row's token ids, the place of its first completion token, and how many it has."""
+    """Each row's token ids, where its completion starts, and how long its completion is."""
     return ([row.prompt + row.completion for row in rows], [len(row.prompt) for row in rows],
             [len(row.completion) for row in rows])
 
@@ -257,11 +257,11 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -
     """Packs the rows of a batch into micro-batches of at most token_budget tokens, largest first.
 
     prompts and completions are B lists of token ids each. The rows of a group are neighbors, and
-    the learner computes their prompt once, so it counts once. A row longer than the budget gets a
-    micro-batch of its own.
+    the learner computes their prompt once, so it counts once. A row longer than the budget gets its
+    own micro-batch.
 
-    With a budget of 10 tokens and four rows, of which the first three answer prompt a (2 tokens)
-    and the last one prompt b (1 token):
+    With a budget of 10 tokens, three rows that answer prompt a (2 tokens) and one that answers
+    prompt b (1 token):
 
         row               0        1        2        3
         prompt, answer    a + 3    a + 3    a + 6    b + 1   tokens
@@ -273,7 +273,7 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -
         2) micro-batches  [a + 3 + 3, b + 1] = 10                   [a + 6] = 8
                           longest piece first, each into the first micro-batch with room for it
 
-    The largest micro-batch comes first, so a run that does not fit in memory fails at once.
+    The largest micro-batch comes first, so a run that doesn't fit in memory fails right away.
     """
     assert token_budget > 0, token_budget
 
@@ -288,7 +288,7 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -
             piece[0] += len(completions[b])
             piece[1].append(b)
 
-    # 2) Micro-batches, [tokens, rows] each. A piece that fits in none of them opens a new one.
+    # 2) Micro-batches, [tokens, rows] each. A piece that fits in none opens a new one.
     packed = []
     for tokens, rows in sorted(pieces, key=itemgetter(0), reverse=True):
         micro_batch = next((m for m in packed if m[0] + tokens <= token_budget), None)
@@ -303,19 +303,19 @@ def micro_batches(prompts: Sequence, completions: Sequence, token_budget: int) -
 # -----------------------------------------------------------------------------
 # Several GPUs
 
-# The token budget is lowered until each rank gets at least about this many micro-batches: a few
-# large ones cannot be dealt out evenly.
+# The token budget is lowered until each rank gets at least about this many micro-batches, because a
+# few large ones can't be dealt out evenly.
 MICRO_BATCHES_PER_RANK = 4
 
 
 def share_of_rank(prompts: Sequence, completions: Sequence, token_budget: int, rank: int,
                   ranks: int) -> list[MicroBatch]:
-    """One rank's share of the micro_batches() of the full batch, dealt out largest first, each to
-    the rank with the fewest tokens so far.
+    """One rank's share of the full batch's micro_batches(), dealt out largest first, each to the
+    rank with the fewest tokens so far.
 
-    Every rank packs the full batch. If each packed only its own rows, the micro-batches would
-    depend on the number of GPUs, and bf16 rounds differently in another micro-batch. (With many
-    ranks and a small batch they still depend on it, through the lower budget.)
+    Every rank packs the full batch. If each packed only its own rows, micro-batches would depend on
+    the number of GPUs, and bf16 rounds differently in a different micro-batch. (With many ranks and
+    a small batch they still do, through the lower budget.)
     """
     if ranks > 1:
         tokens = sum(map(len, completions)) + sum(len(prompt) for prompt, _ in groupby(prompts))

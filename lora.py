@@ -7,18 +7,19 @@ matrices (LoRA, arXiv 2106.09685):
     adapter = attach(model, rank=32, alpha=32)   # every Linear of the model gets its A and B
     save_adapter(model, folder)                  # as PEFT writes it; load_adapter reads it
 
-Only the adapter is trained: A and B of every linear.
+Only the adapter, A and B of every linear, is trained.
 
-Fused linears. q|k|v are one matrix here, and so are gate|up: their `parts` are consecutive rows of
+Fused linears. q|k|v are one matrix here, and so are gate|up; their `parts` are consecutive rows of
 W. Every part has its own A and B. `a` stacks the parts' A, `b` has one row per output row:
     y[:, rows of part p] += (x @ a[p*R:(p+1)*R].T) @ (s * b[rows of part p]).T
 
-One flat buffer. All A and all B are views into one fp32 vector, `master`; their gradients are views
-into another. So the optimizer, the sum over GPUs and the checkpoints handle a single tensor.
+One flat buffer. All A and all B are views into one fp32 vector, `master`, and their gradients are
+views into another, so the optimizer, the sum over GPUs and checkpoints handle a single tensor.
 Sampler and learner compute with copies in the model's dtype (bf16 on a GPU), `working_a` and
-`working_b` = s * b, which sync() rewrites in place, because CUDA graphs captured their addresses.
+`working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
+addresses.
 
-Below: the wide matrix, with which the learner computes y in one product.
+Below: the wide matrix, which lets the learner compute y in one product.
 Not here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
@@ -41,8 +42,8 @@ from weights import read_peft, write_peft
 # A linear, and the wide matrix: the same formula in one product, rounded differently
 #
 # Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
-# second time. Instead the learner expands W into a buffer with P*R more columns and rows: s*B to
-# the right of W, and A below it. For q|k|v (P = 3):
+# second time. Instead, the learner expands W into a buffer with P*R extra columns and rows, for s*B
+# to the right of W and A below it. For q|k|v (P = 3):
 #
 #                         K          R    R    R
 #                   +-----------+----+----+----+
@@ -55,7 +56,7 @@ from weights import read_peft, write_peft
 #                   |    A_v    |              |
 #                   +-----------+--------------+
 #
-# x and dL/dy get P*R more columns too. Then y and dx are one matmul each, in which A and B add only
+# x and dL/dy get P*R extra columns too. Then y and dx take one matmul each, and A and B add only
 # P*R / K (or P*R / N) to the work:
 #
 #     forward      x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
@@ -92,7 +93,7 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x. x must require a
-        gradient: its backward pass also adds those of A and B to a.grad and b.grad.
+        gradient, because the backward pass also adds those of A and B to a.grad and b.grad.
 
         y = x @ W.T + (x @ A.T) @ (s * B).T, part by part.
         """
@@ -104,7 +105,7 @@ class Linear(torch.nn.Module):
         """W + s * B @ A in fp32, (N, K), as in an exported checkpoint."""
         w = torch.empty(self.weight.N, self.weight.K, device=self.weight.device)
         self.weight.dequantize(out=w)
-        self.weight.dense = None                 # the copy that a CPU keeps; needed only once here
+        self.weight.dense = None                 # drop the copy that a CPU keeps
         if self.rank:
             b = self.adapter.scale * self.b.data
             w += torch.block_diag(*b.split(self.parts)) @ self.a.data
@@ -125,8 +126,8 @@ class Linear(torch.nn.Module):
         return wide
 
     def empty_wide(self, rows: int, columns: int) -> Tensor:
-        """An empty (rows, columns + P*R): for x (columns = K) or dL/dy (columns = N) and what
-        product() and product_backward() write to its right.
+        """An empty (rows, columns + P*R) for x (columns = K) or dL/dy (columns = N), with room on
+        the right for what product() or product_backward() writes there.
         """
         columns += self.rank * len(self.parts)
         return torch.empty(rows, columns, dtype=self.weight.dtype, device=self.weight.device)
@@ -134,7 +135,7 @@ class Linear(torch.nn.Module):
     def widened(self, x: Tensor) -> Tensor:
         """x, or dL/dy, rounded to the model's dtype, in the first columns of an empty_wide()."""
         if not self.rank:
-            return x.to(self.weight.dtype)       # no columns to add: no copy where dtypes agree
+            return x.to(self.weight.dtype)       # no columns to add, so no copy if dtypes agree
         wide = self.empty_wide(*x.shape)
         wide[:, :x.shape[1]] = x
         return wide
@@ -156,7 +157,7 @@ class Linear(torch.nn.Module):
         """
         n = self.weight.N
         k = self.weight.K
-        # Expanded again: keeping the expanded W of all layers takes 3.5 times the 4-bit model.
+        # Expanded again: keeping every layer's expanded W would take 3.5 times the 4-bit model.
         wide = self.wide_weight()
         assert x_wide.shape[1] == wide.shape[1], \
             f"{self.names[0]}: adapter switched between forward and backward"
@@ -175,7 +176,7 @@ class Linear(torch.nn.Module):
 # The adapter
 
 class Adapter:
-    """Everything that is trained, in one flat fp32 vector; attach() makes one for a model.
+    """All trained parameters in one flat fp32 vector; attach() makes one for a model.
 
     master           all A, then all B; fp32; its .grad has the same layout
     working          the copies in `dtype` that sampler and learner compute with; same layout
@@ -183,9 +184,9 @@ class Adapter:
         |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |
         0                                  b_start
 
-    Call sync() after changing master. Clear the gradients with master.grad.zero_(), not with an
-    optimizer's or a module's zero_grad(), which drops the tensor: the linears would go on adding to
-    the old one, and their gradients would be lost.
+    Call sync() after changing master. Clear the gradients with master.grad.zero_(). An optimizer's
+    or module's zero_grad() would drop the tensor while the linears keep adding to it, and their
+    gradients would be lost.
     """
 
     def __init__(self, linears: list[Linear], rank: int, alpha: float, dtype: torch.dtype):
@@ -199,8 +200,8 @@ class Adapter:
         self.shapes += [(linear.weight.N, rank) for linear in linears]
         self.offsets = [0]
         for shape in self.shapes:
-            # Each view starts at a multiple of 128 numbers (256 bytes in bf16): kernels load 16
-            # bytes at once, only from aligned addresses.
+            # Each view starts at a multiple of 128 numbers (256 bytes in bf16), because kernels
+            # load 16 bytes at a time, from aligned addresses only.
             self.offsets.append(self.offsets[-1] + -(-math.prod(shape) // 128) * 128)
         self.b_start = self.offsets[len(linears)]
         device = linears[0].weight.device
@@ -216,14 +217,14 @@ class Adapter:
         return views[:n], views[n:]
 
     def sync(self) -> None:
-        """Rewrite the working copies from master, in place: A as it is, B times alpha / rank."""
+        """Rewrite the working copies from master, in place: A unchanged, B times alpha / rank."""
         with torch.no_grad():
             self.working[:self.b_start] = self.master[:self.b_start]
             self.working[self.b_start:] = self.master[self.b_start:] * self.scale
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A context in which the model computes without A and B: the reference of a KL term."""
+        """A context in which the model computes without A and B, as the KL term's reference."""
         self.enabled = False
         try:
             yield
@@ -241,12 +242,11 @@ class Adapter:
 
 
 def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int = 0) -> Adapter:
-    """Give every Linear of a model its A and B -> model.adapter.
+    """Give every Linear of a model its A and B, as model.adapter.
 
-    Any previous adapter is dropped. An existing Sampler uses the new adapter; an existing Learner
-    does not: make another one.
-    A starts uniform in +-1/sqrt(K) as PEFT's does, drawn from `seed`. B starts at zero, so the
-    first forward equals the base model's except for the order in which a matmul sums.
+    Any previous adapter is dropped. An existing Sampler uses the new one; an existing Learner
+    doesn't, so make another. A starts uniform in +-1/sqrt(K), as in PEFT, drawn from `seed`. B
+    starts at zero, so the first forward pass equals the base model's, up to summation order.
     """
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     adapter = Adapter(linears, rank, alpha, model.dtype)
@@ -271,8 +271,8 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
 
 
 def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | None = None) -> None:
-    """Write the adapter in fp32 as PEFT does. master: a vector of the same layout to write instead
-    of the adapter's own (an older one, or one on the CPU).
+    """Write the adapter in fp32, in PEFT's format. master: a vector with the same layout to write
+    instead of the adapter's own (an older one, or one on the CPU).
     """
     adapter = model.adapter
     flat = adapter.master.data if master is None else master
@@ -281,8 +281,8 @@ def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | No
 
 
 def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
-    """Attach the adapter of a PEFT folder. UserError, before anything is allocated, if its
-    tensors do not fit this model.
+    """Attach the adapter in a PEFT folder. UserError, before anything is allocated, if its tensors
+    don't fit this model.
     """
     (rank, alpha), tensors = read_peft(folder)
     held = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -298,7 +298,7 @@ def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
 
 
 def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, ...]]]:
-    """(PEFT's name, shape) of each tensor that an adapter of this rank has on a model."""
+    """(PEFT's name, shape) of each tensor in an adapter of this rank for a model."""
     shapes = set()
     for linear in model.modules():
         if isinstance(linear, Linear):

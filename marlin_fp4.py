@@ -2,14 +2,14 @@
 Frozen NVFP4 weights on a GPU: their packed layout, and the matmul that decodes it, y = x @ W.T.
 
 Sampling a token reads every weight once. With few rows of x that read is the bottleneck, and at 4.5
-bits per weight it is 3.6 times as fast as at 16. No tensor core multiplies a 4-bit weight by a
-16-bit x, so the kernel decodes each weight to bf16 in registers, which feed the tensor cores. An
-H200 that reads at its memory's full speed can issue about four instructions for each weight
-(docs/kernels.md); the layout below makes decoding cheap enough.
+bits per weight it is 3.6 times as fast as at 16. Tensor cores can't multiply a 4-bit weight by a
+16-bit x, so the kernel decodes each weight to bf16 in registers and feeds those to the tensor
+cores. At full memory speed, an H200 can issue about four instructions per weight (docs/kernels.md),
+and the layout below makes decoding that cheap.
 
-With many rows of x, multiplying takes longer than reading. Above MAX_DECODE_ROWS rows W is expanded
-to bf16 in memory, and cuBLAS multiplies (`expanded_matmul`). The learner and the sampler's prefills
-always expand W, by `PackedWeight.dequantize`.
+With many rows of x, multiplying takes longer than reading. Above MAX_DECODE_ROWS rows, W is
+expanded to bf16 in memory and cuBLAS multiplies (`expanded_matmul`). The learner and the sampler's
+prefills always expand W, with `PackedWeight.dequantize`.
 
 The parts of this file:
 
@@ -21,13 +21,13 @@ The parts of this file:
     6  how that kernel is launched
     7  the same product with W expanded first
 
-fast/hopper_fp4.py has parts 5 and 6 again, faster, only for Hopper.
+fast/hopper_fp4.py has faster versions of parts 5 and 6 for Hopper.
 
-The name, and the idea of cutting one weight stream into equal stripes, come from Marlin (Frantar et
+The name and the idea of cutting one weight stream into equal stripes come from Marlin (Frantar et
 al. 2024, arXiv 2408.11743, github.com/IST-DASLab/marlin). The order of the bits is our own.
 
-Not here: which codes stand for a weight (nvfp4.py), the product with LoRA's B (fast/kernels.py),
-4-bit activations.
+Not here: choosing a weight's code (nvfp4.py), the product with LoRA's B (fast/kernels.py), 4-bit
+activations.
 
 Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x that
 one program multiplies.
@@ -55,8 +55,8 @@ TILE_SIDE = 128
 # A tile of LoRA's A is 64 x 64 numbers of 16 bits: 8 KiB, like the codes of a tile of W, so either
 # fits the same slot in shared memory. The kernels hard-code this 64 too.
 A_TILE = 64
-# Rows of x up to which a decode step decodes W in registers instead of expanding it. Beyond 256
-# rows mma.sync, all that other GPUs have, takes longer than W's expansion (docs/kernels.md).
+# The most rows of x for which a decode step decodes W in registers instead of expanding it. Beyond
+# 256 rows, mma.sync, which we use except on Hopper, loses to expanding W (docs/kernels.md).
 MAX_DECODE_ROWS_HOPPER = 512
 MAX_DECODE_ROWS = 256
 
@@ -64,17 +64,17 @@ MAX_DECODE_ROWS = 256
 # -----------------------------------------------------------------------------
 # 1. The packed layout, for x in bf16
 #
-# A weight is the number that its code stands for, times two scales:
+# A weight is the value of its code times two scales:
 #
 #     W[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * row_scale[n]
 #
 # A code has 4 bits, s e e m: a sign, two exponent bits and a mantissa bit. e2m1(code) is 0, .5, 1,
-# 1.5, 2, 3, 4 or 6, with that sign. row_scale is NVFP4's global_scale, one number per row, since q,
-# k and v (or gate and up), which are fused along n, may have different ones.
+# 1.5, 2, 3, 4 or 6, with that sign. row_scale is NVFP4's global_scale, one number per row, because
+# q, k and v (or gate and up), which are fused along n, may have different ones.
 #
 # Tiles and bands. W is cut into tiles of 128 x 128, padded with zeros at its edges. A "band" is a
-# row of tiles along k: 128 rows of W, which give 128 columns of y. Tiles are stored in the order of
-# their numbers here:
+# row of tiles along k: 128 rows of W, which give 128 columns of y. Tiles are stored in the order
+# numbered here:
 #
 #               k ->
 #          +--------+--------+--------+
@@ -86,8 +86,8 @@ MAX_DECODE_ROWS = 256
 #     codes    int16 (N/128, K/128, 128, 32)    8 KiB a tile, side by side in memory
 #     scales   int32 (N/128, K/128, 128, 2)     1 KiB a tile
 #
-# Code words. The 128 weights of a row of a tile are cut into four planes of 32. A row has 32 code
-# words of 16 bits, and code word c holds code c of each plane:
+# Code words. Each row of a tile has 128 weights, cut into four planes of 32, and is stored as 32
+# code words of 16 bits. Code word c has code c of each plane:
 #
 #      k = 0        31 32       63 64       95 96      127
 #         +-----------+-----------+-----------+-----------+
@@ -98,8 +98,8 @@ MAX_DECODE_ROWS = 256
 # So plane p of a row's 32 words is W at 32 neighboring k and multiplies 32 neighboring columns of
 # x, without interleaving.
 #
-# The bits of a code word. The digit after s, e and m is the plane; of a plane's two e, the left one
-# is the higher. The mask 0x81C0 keeps a bf16's sign, its two lowest exponent bits and its highest
+# The bits of a code word. The digit after s, e or m is the plane; the left of a plane's two e is
+# the higher bit. The mask 0x81C0 keeps a bf16's sign, its two lowest exponent bits and its highest
 # mantissa bit; a `.` is a bit that it clears:
 #
 #     bit            15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
@@ -114,9 +114,9 @@ MAX_DECODE_ROWS = 256
 # and 1 in E2M1. An exponent field of 0 is subnormal in both formats, so 0.5, E2M1's only subnormal,
 # becomes 2^-127.
 #
-# Plane 3 has the leftover bits. One multiplication puts all four in place: let t be plane 3's bits
-# of the word, shifted down by 8. Then t * 1057 = t * (1 + 2^5 + 2^10) is three copies of t, and the
-# mask keeps other bits of each copy:
+# Plane 3 gets the leftover bits, and one multiplication puts all four in place. Let t be plane 3's
+# bits of the word, shifted down by 8. Then t * 1057 = t * (1 + 2^5 + 2^10) is three copies of t,
+# and the mask keeps different bits of each:
 #
 #     bit                         16 15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 #     t = (word & 0x6C00) >> 8                                  m3 s3  . e3 e3  .  .
@@ -124,29 +124,29 @@ MAX_DECODE_ROWS = 256
 #     t << 10                     m3 s3  . e3 e3
 #     t * 1057 & 0x81C0              s3  .  .  .  .  .  . e3 e3 m3  .  .  .  .  .  .
 #
-# The copies share no bit, so the sum has no carries.
+# The copies don't overlap, so the sum has no carries.
 #
-# Two words at once. A register has 32 bits, and one instruction decodes two neighboring words:
+# Two words at once. A register has 32 bits, so one instruction decodes two neighboring words:
 #
 #     bit        31         16 15          0
 #               |  word c + 1 |   word c    |     c even
 #
-# Both are masked alike (0x81C081C0). Bits that overflow from word c land in bits 0 to 5 of word c +
-# 1, where the mask drops them. The right shift moves bits 10 and up by 8, so it stays in its word.
+# Both get the same mask (0x81C081C0), which drops the bits that overflow from word c into bits 0 to
+# 5 of word c + 1. The right shift moves bits 10 and up by 8, so they stay in their word.
 #
 # Scales. A block_scale v > 0, an E4M3 number, becomes a byte u of 5 exponent and 3 mantissa bits,
 #
 #     u = ((floor(log2 v) + 10) << 3) | mantissa
 #
-# which has every value of E4M3, even subnormal ones, as a normal number. Then 0x7000 | (u << 4) is
+# which represents every E4M3 value, even subnormals, as a normal number. Then 0x7000 | (u << 4) is
 # the bf16 v * 2^107: its exponent field is 224 + floor(log2 v) + 10, and bf16's bias is 127. A
 # scale of 0 gets the byte 0, which would decode to 2^97, so `pack` sets all codes under it to 0.
 #
-# Scale words. Plane p of a row has two scale_blocks: block 0 is k = 32 p + [0, 16), block 1 is k =
-# 32 p + [16, 32). So a row of a tile has two scale words of 32 bits: word h has the bytes u0 to u3
-# of block h of planes 0 to 3. One AND and one OR make two scales if each half of a register holds a
-# byte as u << 4, in bits 4 to 11. So the four bytes are stored rotated to the left by 4, which puts
-# u0 and u1 in place; a rotation by 8 brings u2 and u3 there:
+# Scale words. Plane p of a row has two scale_blocks: block 0 is k = 32 p + [0, 16), block 1 is
+# k = 32 p + [16, 32). So a row of a tile has two scale words of 32 bits: word h has the bytes u0 to
+# u3 of block h of planes 0 to 3. One AND and one OR decode two scales if each half of a register
+# has a byte as u << 4, in bits 4 to 11. The four bytes are therefore stored rotated left by 4,
+# which puts u0 and u1 in place; rotating by 8 more does the same for u2 and u3:
 #
 #     bit           31    24 23    16 15     8 7      0
 #     four bytes   |   u2   |   u1   |   u3   |   u0   |
@@ -156,17 +156,17 @@ MAX_DECODE_ROWS = 256
 #                  | high half of the register | low half of it              |
 #
 #     AND 0x0FF00FF0, OR 0x70007000                high half: scale of plane 1, low half: plane 0
-#     rotated to the left by 8, then the same      high half: scale of plane 3, low half: plane 2
+#     rotated left by 8, then the same             high half: scale of plane 3, low half: plane 2
 #
 # AND and OR together are one instruction, the rotation is another.
 #
 # A code times its scale. e2m1(code) * 2^-126 times v * 2^107 is e2m1(code) * v * 2^-19. It has at
-# most 6 significant bits, 2 of the code and 4 of the scale, so it is exact in bf16. The kernels
+# most 6 significant bits, 2 from the code and 4 from the scale, so it is exact in bf16. The kernels
 # sum x * e2m1(code) * v * 2^-19, and the kernel that adds up their sums multiplies by `out_scale` =
 # row_scale * 2^19.
 #
-# One weight by hand: the code 5 = 0b0101 has s = 0, e = 2 and m = 1 and stands for 3. It is in
-# plane 3, under a scale of 1.5; the other codes of its word and scales of its scale word are 0:
+# One weight worked out by hand. Code 5 = 0b0101 has s = 0, e = 2 and m = 1 and means 3. It is in
+# plane 3, with a scale of 1.5; the other codes in its word and scales in its scale word are 0:
 #
 #     code word                0x4800        m3 (bit 14) and the higher e3 (bit 11)
 #     t                        0x48
@@ -174,7 +174,7 @@ MAX_DECODE_ROWS = 256
 #     t * 1057 & 0x81C0        0x0140        as bf16: 3 * 2^-126
 #     u of the scale           0x54          (0 + 10) << 3 | 4, since 1.5 = 2^0 * (1 + 4/8)
 #     four bytes               0x00005400
-#     stored scale word        0x00054000    rotated to the left by 4
+#     stored scale word        0x00054000    rotated left by 4
 #     rotated by 8             0x05400000
 #     after AND and OR         0x75407000    the high half, 0x7540, as bf16: 1.5 * 2^107
 #     code times scale         0x3710        as bf16: 4.5 * 2^-19
@@ -183,9 +183,9 @@ MAX_DECODE_ROWS = 256
 # (take, shift, times) of each plane: a decoded code is ((word & take) << shift) * times, masked. A
 # negative shift goes to the right.
 PLANES = (0xFFFF, 0, 1), (0xFFFF, 3, 1), (0xFFFF, 6, 1), (0x6C00, -8, 1057)
-MANTISSA_BIT = 6                    # of a decoded code: its m; both e are above it, s is bit 15
+MANTISSA_BIT = 6                    # m in a decoded code; both e are above it, s is bit 15
 ROTATION = 4                        # of a scale word, to the left
-EXPONENT_BIAS = 10                  # what is added to floor(log2 v) in a scale's byte
+EXPONENT_BIAS = 10                  # added to floor(log2 v) in a scale's byte
 SCALE_BASE = 0x7000                 # bits that are set in every decoded scale
 POWER = 19                          # a decoded code times its decoded scale is code * v * 2^-POWER
 
@@ -195,7 +195,7 @@ POWER = 19                          # a decoded code times its decoded scale is 
 
 def _unpack_words(words):
     """(..., C) int16 words -> (..., 4 C) codes 0..15 as int32, plane after plane."""
-    # The kernels' arithmetic, except that they shift to the right first; both give the same bits.
+    # The kernels' arithmetic, except that they shift right first, which gives the same bits.
     words = words.to(torch.int32) & 0xFFFF
     codes = []
     for take, shift, times in PLANES:
@@ -207,7 +207,7 @@ def _unpack_words(words):
 @cache
 def _word_table(device):
     """int16 (65536,): the word of four codes, at index c0 | c1 << 4 | c2 << 8 | c3 << 12."""
-    # From unpacking all 65,536 words, so that packing cannot disagree with unpacking.
+    # Made by unpacking all 65,536 words, so packing can't disagree with unpacking.
     words = torch.arange(65536, device=device)
     c0, c1, c2, c3 = _unpack_words(words[:, None]).unbind(-1)
     table = torch.empty(65536, dtype=torch.int16, device=device)
@@ -239,7 +239,7 @@ def _cut_into_tiles(t, columns):
 
 
 class PackedWeight(Weight):
-    """A frozen NVFP4 weight (N, K) in the layout above, for x in bf16; `pack` makes one. The fast
+    """A frozen NVFP4 weight (N, K) in the layout above, for x in bf16, made by `pack`. The fast
     twin of nvfp4.Weight.
     """
 
@@ -268,7 +268,7 @@ class PackedWeight(Weight):
         return out
 
     def expands(self, rows: int) -> bool:
-        """Whether a decode step of `rows` rows takes expanded_matmul."""
+        """Whether a decode step of `rows` rows uses expanded_matmul."""
         hopper = capability(self.device)[0] == 9
         return rows > (MAX_DECODE_ROWS_HOPPER if hopper else MAX_DECODE_ROWS)
 
@@ -282,7 +282,7 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     N, K = packed.shape[0], packed.shape[1] * 2
     assert dtype == torch.bfloat16, f"dtype must be bf16, got {dtype}"
     assert K % SCALE_BLOCK == 0, (
-        f"{K=} must be a multiple of {SCALE_BLOCK}, the weights of one scale ({N=})")
+        f"{K=} must be a multiple of {SCALE_BLOCK}, the weights per scale ({N=})")
     dtypes = packed.dtype, block_scale.dtype, global_scale.dtype
     assert dtypes == (torch.uint8, torch.float8_e4m3fn, torch.float32), dtypes
     assert block_scale.shape == (N, K // SCALE_BLOCK), (
@@ -313,8 +313,8 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 # Part 1's arithmetic is in PTX, NVIDIA's assembly, so that one instruction works on two code words;
 # the compiler would spend one on each.
 #
-# Triton's inline assembly numbers the results first, then the argument. For planes 2 and 3 the
-# first function below gives this, with two code words in $2:
+# Triton's inline assembly numbers the results first, then the argument. For planes 2 and 3, the
+# first function below generates this, with two code words in $2:
 #
 #     { .reg .b32 t;
 #     shl.b32 t, $2, 0x6;
@@ -324,8 +324,8 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
 #     mul.lo.u32 t, t, 0x421;
 #     and.b32 $1, t, 0x81c081c0; }
 #
-# That is 6 instructions for 4 weights; planes 0 and 1 take 3. A scale word takes 3 for 4 scales,
-# each of which belongs to 16 weights.
+# That's 6 instructions for 4 weights; planes 0 and 1 take 3. A scale word takes 3 for 4 scales of
+# 16 weights each.
 
 @triton.constexpr_function
 def _decode_planes_asm(first_plane):
@@ -335,7 +335,7 @@ def _decode_planes_asm(first_plane):
     for i in range(2):
         take, shift, times = PLANES[first_plane + i]
         word = "$2"
-        # (operation, operand, the operand with which it would change nothing and is left out)
+        # (operation, operand, the operand with which it does nothing and is left out)
         operations = (("and.b32", take * 0x10001, 0xFFFFFFFF), ("shl.b32", max(shift, 0), 0),
                       ("shr.u32", max(-shift, 0), 0), ("mul.lo.u32", times, 1))
         for op, operand, changes_nothing in operations:
@@ -365,22 +365,21 @@ def _decode_scales_asm():
 
 @triton.jit
 def decode_planes(words, first_plane: tl.constexpr, dtype: tl.constexpr):
-    """int16 code words -> planes `first_plane` (0 or 2) and the next, of the shape of `words` each.
-    """
+    """int16 code words -> planes `first_plane` (0 or 2) and the next, each shaped like `words`."""
     return tl.inline_asm_elementwise(_decode_planes_asm(first_plane), "=&r,=r,r", [words],
                                      dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
 
 
 @triton.jit
 def decode_scales(word, dtype: tl.constexpr):
-    """int32 scale words -> the scales of planes 0 to 3, of the shape of `word` each."""
+    """int32 scale words -> the scales of planes 0 to 3, each shaped like `word`."""
     return tl.inline_asm_elementwise(_decode_scales_asm(), "=h,=h,=h,=h,r", [word],
                                      dtype=(dtype.value,) * 4, is_pure=True, pack=1)
 
 
 @triton.jit
 def spread_scales(scale):
-    """(128, 2) scales of a plane -> (128, 32), one for each of the codes that it multiplies."""
+    """(128, 2) scales of a plane -> (128, 32), one per code."""
     return tl.broadcast_to(scale[:, :, None], (128, 2, 16)).reshape(128, 32)
 
 
@@ -399,7 +398,7 @@ def dequantize_kernel(
     N, K, out_stride,
     EXACT: tl.constexpr,  # PackedWeight.exact: multiply by out_scale in bf16, else in fp32
 ):
-    """Expands W, one tile a program."""
+    """Expands W, one tile per program."""
     dtype: tl.constexpr = tl.bfloat16
     tile_k = tl.program_id(0)
     tile_n = tl.program_id(1)
@@ -412,7 +411,7 @@ def dequantize_kernel(
     w0, w1 = decode_planes(words, 0, dtype)
     w2, w3 = decode_planes(words, 2, dtype)
     s0, s1, s2, s3 = decode_scales(word, dtype)
-    # Side by side first: a row is then one store of 256 bytes instead of four of 64.
+    # Side by side, so that a row is one store of 256 bytes instead of four of 64.
     front = side_by_side(w0 * spread_scales(s0), w1 * spread_scales(s1))
     back = side_by_side(w2 * spread_scales(s2), w3 * spread_scales(s3))
     value = side_by_side(front, back)
@@ -426,13 +425,13 @@ def dequantize_kernel(
 # -----------------------------------------------------------------------------
 # 4. The schedule of the weight stream
 #
-# W's tiles in memory order, along k and then band after band, are one stream. It is cut into
-# stripes of equal length, one for each program (stream-K; Marlin's stripes), so all programs have
-# the same work whatever N and K are; only the last stripe may be shorter. `plan_stripes` takes the
-# shortest stripe whose programs all fit on the GPU at once, so that they start and end together.
+# In memory order, along k and then band by band, W's tiles form one stream. It is cut into stripes
+# of equal length, one per program (stream-K; Marlin's stripes), so all programs have the same work
+# whatever N and K are; only the last stripe may be shorter. `plan_stripes` picks the shortest
+# stripe whose programs all fit on the GPU at once, so that they start and end together.
 #
-# A stripe may begin and end inside a band. Here W has 3 bands of 5 tiles, and a stripe has 3 tiles;
-# a digit is the program that walks the tile:
+# A stripe may begin and end inside a band. Here W has 3 bands of 5 tiles and a stripe has 3 tiles;
+# each digit is the program that walks the tile:
 #
 #               k ->
 #     band 0    0  0  0 | 1  1
@@ -440,9 +439,9 @@ def dequantize_kernel(
 #     band 2    3  3 | 4  4  4
 #
 # At the end of a band, or of its stripe, a program stores its sums: a "piece" of that band's 128
-# columns of y. The pieces of a band are numbered from 0 in the order of their programs, and piece p
-# goes into slab p, a "slab" being a full matrix (M, N + R). For the W above, a digit is the
-# program that stores the piece:
+# columns of y. A band's pieces are numbered from 0 in program order, and piece p goes into slab p,
+# where a "slab" is a full (M, N + R) matrix. For the W above, each digit is the program that stores
+# the piece:
 #
 #                columns of
 #                band 0    band 1    band 2    LoRA's A (N .. N + R)
@@ -450,9 +449,9 @@ def dequantize_kernel(
 #     slab 1     1         2         4         A1
 #     slab 2     -         3         -         A2
 #
-# The kernel that reads y next adds the slabs up: `w_pieces` tells it how many hold a piece of a
-# column, and it adds those in order, so the result has the same bits in every run (atomic additions
-# would not). Slabs are never set to zero: a "-" may contain anything, even NaN.
+# The next kernel, which reads y, adds up the slabs. `w_pieces` tells it how many have a piece of a
+# column, and it adds those in order, so every run gives the same bits (atomic adds wouldn't). Slabs
+# are never zeroed: a "-" may contain anything, even NaN.
 #
 # LoRA's A rides along: columns N .. N + R of the slabs are x @ A.T. The first programs of the grid
 # do nothing else; A0 to A2 above each walk a part of K for up to 64 rows of A. If x has more than
@@ -462,13 +461,13 @@ def dequantize_kernel(
 #     rows 0 .. BM         A0  A1  A2   0   1   2   3   4
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
-# A program of A walks as many tiles of K as a stripe has, but at most a part of K (parts_of_k):
-# where a stripe is longer than a band, one program would walk all of K and end last.
+# A program of A walks as many tiles of K as a stripe has, but at most one part of K (parts_of_k).
+# Otherwise, if a stripe is longer than a band, one program would walk all of K and finish last.
 
 def parts_of_k(M: int) -> int:
-    """Into how many parts the programs of x @ A.T cut K, at least, with M rows of x."""
-    # Above 32 rows the products are the limit, and a tile of A costs half a tile of W. Two parts
-    # also match the two slabs of most of W's columns: four would double the loop that adds them.
+    """The minimum number of parts into which x @ A.T's programs cut K, with M rows of x."""
+    # Above 32 rows products are the bottleneck, and a tile of A costs half a tile of W. Two parts
+    # also match the two slabs of most of W's columns; four would double the loop that adds them.
     return 4 if M <= 32 else 2
 
 
@@ -483,13 +482,13 @@ class StripePlan(NamedTuple):
     """How one launch cuts up x @ [W; A].T."""
     k_tiles: int            # tiles in a band
     stripe: int             # consecutive tiles that one program walks
-    a_stripe: int           # tiles' width of K that a program of x @ A.T walks
+    a_stripe: int           # tiles of K that a program of x @ A.T walks
     a_programs: int         # programs that do x @ A.T; those of W come after them
     programs: int           # all of them: axis 0 of the grid
     slabs: int              # S: the most pieces of any column of this W, or of A
 
     def result(self, sums: torch.Tensor, weight: PackedWeight) -> "MatmulSlabs":
-        """What a decode matmul with this plan returns."""
+        """The result of a decode matmul with this plan."""
         a_pieces = triton.cdiv(self.k_tiles, self.a_stripe)
         return MatmulSlabs(sums, weight.out_scale, self.k_tiles, self.stripe, a_pieces)
 
@@ -497,7 +496,7 @@ class StripePlan(NamedTuple):
 @cache
 def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> StripePlan:
     """The plan with the shortest stripe whose programs all fit on the GPU at once: in one wave, or
-    in more if A's programs leave W less than half of that wave (a large R on a small GPU).
+    in several if A's programs leave W less than half of that wave (a large R on a small GPU).
 
     config: a PortableConfig or a HopperConfig.
     """
@@ -506,7 +505,7 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
     tiles = bands * k_tiles
 
     def programs(stripe: int) -> tuple[int, int, int, int]:
-        """-> A's stripe, in how many pieces it cuts A, A's programs, W's programs."""
+        """-> A's stripe, the number of pieces it cuts A into, A's programs, W's programs."""
         a_stripe = min(stripe, triton.cdiv(k_tiles, parts_of_k(M)))
         pieces_of_a = triton.cdiv(k_tiles, a_stripe) if R else 0
         return (a_stripe, pieces_of_a, triton.cdiv(R, A_TILE) * pieces_of_a,
@@ -521,22 +520,22 @@ def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors:
         a_stripe, pieces_of_a, a_programs, w_programs = programs(stripe)
         if 2 * w_programs >= min(places, tiles):
             break
-    # w_pieces.fn is the Python function that @triton.jit was applied to.
+    # w_pieces.fn is the Python function under @triton.jit.
     pieces_of_w = max(w_pieces.fn(band * TILE_SIDE, k_tiles, stripe) for band in range(bands))
     slabs = max(pieces_of_w, pieces_of_a)
     return StripePlan(k_tiles, stripe, a_stripe, a_programs, a_programs + w_programs, slabs)
 
 
 class MatmulSlabs(NamedTuple):
-    """What a decode matmul leaves: partial sums, which the next kernel adds up as it reads them.
+    """The result of a decode matmul: partial sums that the next kernel adds up as it reads them.
 
         (x @ W.T)[:, n] = scale[n] * sums[:w_pieces(n, k_tiles, stripe), :, n].sum(0)
         x @ A.T         = sums[:a_pieces, :, N:N + R].sum(0)
     """
     sums: torch.Tensor      # fp32 (S, M, at least N + R)
     scale: torch.Tensor     # fp32 (N,)
-    k_tiles: int            # as in the StripePlan
-    stripe: int             # likewise
+    k_tiles: int            # this and `stripe` as in StripePlan
+    stripe: int
     a_pieces: int           # slabs that have a piece of x @ A.T
 
 
@@ -547,18 +546,18 @@ class MatmulSlabs(NamedTuple):
 # second. W is the first and x.T the second, so sums are transposed: 128 columns of y by BM rows of
 # x. A single row of x wastes 7 of 8 columns; the other way round it would waste 15 of 16 rows.
 #
-# The warps share a tile's 128 rows. For Triton that is a batch of products (batch > 1): each warp
+# The warps divide up a tile's 128 rows. To Triton that's a batch of products (batch > 1): each warp
 # multiplies its own rows by all of x, so no weight is decoded twice, and the product is mma.sync,
-# which all GPUs have. On Hopper, from 17 rows of x on, all warps do one product (batch 1), which
-# Triton turns into a wgmma: faster, since it reads x straight from shared memory.
+# which all GPUs have. On Hopper, from 17 rows of x up, all warps do one product (batch 1), which
+# Triton turns into a wgmma. That's faster, since it reads x straight from shared memory.
 
 class MatmulInputs(NamedTuple):
-    """What portable_kernel reads."""
+    """The inputs of portable_kernel."""
     x: tl.tensor            # bf16 (M, K)
     x_stride: tl.tensor     # from one of its rows to the next
     codes: tl.tensor        # int16 (N/128, K/128, 128, 32)
     scales: tl.tensor       # int32 (N/128, K/128, 128, 2)
-    a: tl.tensor            # as x (R, K), LoRA's A; never read where R is 0
+    a: tl.tensor            # bf16 (R, K), LoRA's A; never read if R is 0
     N: tl.tensor
     K: tl.tensor
     R: tl.tensor
@@ -566,11 +565,11 @@ class MatmulInputs(NamedTuple):
 
 @triton.jit
 def load_rows(ptr, stride, row, rows, k, K, WHOLE_K: tl.constexpr):
-    """Rows `row` and columns `k` of a matrix (rows, K); both may run past its ends, `k` only if
+    """Rows `row` and columns `k` of a matrix (rows, K). Both may run past its end, but `k` only if
     WHOLE_K is False.
     """
-    # A row past the end is read as the last one, which needs no mask, and its result is never
-    # stored. A column past the end is read as zeros, because it is summed.
+    # A row past the end reads the last row instead, which needs no mask, and its result is never
+    # stored. A column past the end reads zeros, because it is summed.
     at = ptr + tl.minimum(row, rows - 1)[:, None] * stride + k[None, :]
     if WHOLE_K:
         return tl.load(at)
@@ -593,8 +592,8 @@ def add_product(acc, w, x):
         acc = tl.dot(w, xt, acc)
     else:
         acc = tl.dot(w, tl.permute(x, (1, 0)), acc)
-        # A trap: wgmma is asynchronous. Without this "mov", which waits for its sum, the compiler
-        # may decode the next plane into w's registers before they have been read.
+        # A trap: wgmma is asynchronous. Without this "mov", which waits for the sum, the compiler
+        # may decode the next plane into w's registers before they've been read.
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32,
                                         is_pure=False, pack=1)
     return acc
@@ -655,7 +654,7 @@ def portable_kernel(
     stripe_end = tl.minimum(tile + stripe, tl.cdiv(inputs.N, 128) * k_tiles)
     while tile < stripe_end:
         band = tile // k_tiles
-        end = tl.minimum(stripe_end, band * k_tiles + k_tiles)  # of the stripe in this band
+        end = tl.minimum(stripe_end, band * k_tiles + k_tiles)  # where the stripe leaves the band
         band_start = (band * k_tiles).to(tl.int64)
         codes = inputs.codes + band_start * 4096 + n[:, None] * 32 + c[None, :]
         scales = inputs.scales + band_start * 256 + n[:, None] * 2 + h[None, :]
@@ -672,7 +671,7 @@ def portable_kernel(
                 xs += (load_rows(inputs.x, inputs.x_stride, m, M, k + 32 * p, inputs.K, WHOLE_K),)
             for p in tl.static_range(4):
                 acc = add_product(acc, planes[p] * spread_scales(plane_scales[p]), xs[p])
-        piece = pid - (band * k_tiles) // stripe  # counted from the program that began the band
+        piece = pid - (band * k_tiles) // stripe  # counted from the band's first program
         store_piece(acc, slabs_ptr + piece * slab, width, band * 128 + n, inputs.N, m, M)
         tile = end
 
@@ -686,10 +685,10 @@ class PortableConfig(NamedTuple):
     num_stages: int         # tiles of W in shared memory: the one in use and those being loaded
     programs_per_sm: int    # programs that fit on a multiprocessor at once
     num_warps: int
-    batch: int              # products that a tile is cut into: one for each warp, or 1
+    batch: int              # products that a tile is cut into: one per warp, or 1
 
 
-# Rows of x, at most -> the fastest config on an H200: BM, num_stages, programs_per_sm, num_warps,
+# Maximum rows of x -> the fastest config on an H200: BM, num_stages, programs_per_sm, num_warps,
 # batch.
 PORTABLE_CONFIGS = {  # by mma.sync
     8: PortableConfig(8, 3, 4, 4, 4),
@@ -697,7 +696,7 @@ PORTABLE_CONFIGS = {  # by mma.sync
     32: PortableConfig(32, 3, 4, 2, 2),  # two warps read x half as often as four do
     256: PortableConfig(64, 3, 2, 4, 4),  # two warps would have too few registers
 }
-CONFIGS_99_KIB = {  # consumer cards: 99 KiB of shared memory hold fewer stages
+CONFIGS_99_KIB = {  # consumer cards: fewer stages fit in 99 KiB of shared memory
     8: PortableConfig(8, 3, 4, 4, 4),
     16: PortableConfig(16, 3, 3, 4, 4),
     32: PortableConfig(32, 2, 4, 2, 2),
@@ -712,7 +711,7 @@ CONFIGS_WGMMA = {  # on Hopper
 
 
 def shared_memory_kib(sm: tuple[int, int]) -> int:
-    """KiB of shared memory that one program may take on a GPU of compute capability `sm`."""
+    """KiB of shared memory that one program may use on a GPU of compute capability `sm`."""
     return {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}.get(sm, 99)
 
 
@@ -729,14 +728,14 @@ def portable_config(M: int, sm: tuple[int, int]) -> PortableConfig:
 
 @cache
 def multiprocessors_on(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; on a CPU an H200's 132, for tests that compile."""
+    """How many multiprocessors a GPU has; on a CPU, an H200's 132, for tests that compile."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _check_operands(x, weight, lora_a):
-    """AssertionError if x, W and A do not fit together."""
+    """AssertionError if x, W and A don't fit together."""
     K = x.shape[1]
     assert x.dtype == weight.dtype, f"the weight is for x in {weight.dtype}, got {x.dtype}"
     assert x.device == weight.device, f"x is on {x.device}, the weight on {weight.device}"
@@ -752,12 +751,12 @@ def prepare_launch(
     _check_operands(x, weight, lora_a)
     M, K = x.shape
     R = 0
-    assert x.stride(1) == 1 and x.stride(0) % 8 == 0, f"x: contiguous rows, not {x.stride()}"
+    assert x.stride(1) == 1 and x.stride(0) % 8 == 0, f"x needs strides (8 n, 1), got {x.stride()}"
     if lora_a is not None:
         assert lora_a.is_contiguous(), lora_a.stride()
         R = len(lora_a)
     plan = plan_stripes(weight.N, K, M, R, config, multiprocessors_on(weight.device))
-    # Whole rows of 16 bytes: Hopper's copy engine needs them.
+    # Rows are a multiple of 16 bytes, as Hopper's copy engine requires.
     shape = plan.slabs, M, triton.cdiv(weight.N + R, 4) * 4
     return R, plan, torch.empty(shape, device=x.device)
 
@@ -766,10 +765,10 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
                     pdl: bool = False) -> MatmulSlabs:
     """x (M, K) @ [W; lora_a].T, as partial sums in slabs (S, M, N + R rounded up to 4).
 
-    x and lora_a (R, K) are in bf16. A row's bits depend on M, which decides BM and the stripe, but
-    not on the other rows. pdl (from sm_90 on): a programmatic dependent launch, see
+    x and lora_a (R, K) are in bf16. A row's bits depend on M, which determines BM and the stripe,
+    but not on the other rows. pdl (sm_90 and later): a programmatic dependent launch, see
     fast/kernels.py; nothing is read before the previous kernel has ended. AssertionError if the
-    operands do not fit.
+    operands don't fit.
     """
     M, K = x.shape
     config = portable_config(M, capability(weight.device))
@@ -783,18 +782,18 @@ def portable_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor 
 
 
 # -----------------------------------------------------------------------------
-# 7. The same product of a W that is expanded first
+# 7. The same product with W expanded first
 
 @cache
 def unit_scale(n: int, device: torch.device) -> torch.Tensor:
-    """n ones: the `scale` of a product whose W was expanded together with its scales."""
+    """n ones: the `scale` for a W that was expanded together with its scales."""
     # Cached, or every replay of a CUDA graph would fill them in again.
     return torch.ones(n, device=device)
 
 
 def expanded_matmul(x: torch.Tensor, weight: Weight,
                     lora_a: torch.Tensor | None = None) -> MatmulSlabs:
-    """portable_matmul with W expanded first, for many rows, or W in bf16. One slab, S = 1."""
+    """portable_matmul with W expanded first, for many rows or a W in bf16. One slab, S = 1."""
     _check_operands(x, weight, lora_a)
     N = weight.N
     R = 0 if lora_a is None else len(lora_a)

@@ -8,26 +8,26 @@ weights plus adapters.
 A layer, with x the residual stream:
     x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
-In Qwen2.5, q, k and v have biases. In Qwen3 they have none; instead each head of q and k is normed
-before the rotary embedding, and d need not be D / H.
+In Qwen2.5, q, k and v have biases. In Qwen3 they don't; instead each head of q and k is normed
+before the rotary embedding, and d may differ from D / H.
 
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
-although they sum in different orders. Hence the residual stream, sums and results of linears are
-fp32. The inputs of matmuls are rounded to `dtype` (bf16 on a GPU, fp32 on a CPU): x * w after a
-norm; q, k and v; attention's output; silu(gate) * up; an adapter's x @ A.T. The MLP also keeps
-gate_up's result rounded for its backward pass, and gradients between matmuls are rounded (ops.py,
-lora.py).
+even though they sum in different orders. That's why the residual stream, sums and results of
+linears are fp32. Matmul inputs are rounded to `dtype` (bf16 on a GPU, fp32 on a CPU): x * w after a
+norm; q, k and v; attention's output; silu(gate) * up; an adapter's x @ A.T. The MLP also rounds the
+copy of gate_up's result that it keeps for its backward pass, and gradients between matmuls are
+rounded (ops.py, lora.py).
 
-Where RMSNorm's division goes. norm(x) = x * w / rms(x), and 1/rms(x) is one number per row, so it
-can be multiplied into the result of the next linear. A bias is added after that:
+Where RMSNorm divides. norm(x) = x * w / rms(x), and 1/rms(x) is one number per row, so it can
+multiply the result of the next linear instead. A bias is added after that:
 
     textbook    norm: x * w / rms  ->  dtype  ->  @ W.T              ->  + bias  ->  y
     here        norm: x * w        ->  dtype  ->  @ W.T  -> * 1/rms  ->  + bias  ->  y
                       1/rms  -------------------------------^
 
-Then the matmul of a decode step need not wait for the sum over the row. The learner does the same
-because it must round at the same points as the sampler: in the textbook form every normed input
-would differ from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd as in
+This way, a decode step's matmul doesn't have to wait for the sum over the row. The learner does the
+same because it must round where the sampler does: in the textbook form, every normed input would
+differ from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd, as in
 other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
@@ -52,7 +52,7 @@ from weights import ModelFolder, WeightReader
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model, by the letters that docstrings use for them."""
+    """A model's sizes, with the letters that docstrings use for them."""
     width: int                                   # D
     feed_forward: int                            # F
     layers: int                                  # L
@@ -67,7 +67,7 @@ class ModelConfig:
     eps: float = 1e-6
 
     def __post_init__(self):
-        if self.head_dim is None:                # setattr is how a frozen class sets a field
+        if self.head_dim is None:                # setattr, because the dataclass is frozen
             object.__setattr__(self, "head_dim", self.width // self.heads)
 
     @classmethod
@@ -93,12 +93,12 @@ def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tu
 def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor | None, gains: Tensor | None, eps: float,
               cos: Tensor, sin: Tensor, kv_heads: int,
               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """From the qkv linear's result to attention's inputs, in this order: times 1/rms, plus bias,
-    norms of q's and k's heads, rotary embedding, rounding to dtype.
+    """Attention's inputs from the qkv linear's result. The order: times 1/rms, plus bias, norms of
+    q's and k's heads, rotary embedding, rounding to dtype.
 
     y (T, N) with N = (H + 2 KV) * d, rstd = 1/rms (T, 1), bias (N,), gains (2, d): the weights of
-    q's norm and of k's; cos and sin (T, 1, d/2) from rope_table; all fp32. bias or gains are None
-    in a model without them. -> q (T, H, d), k and v (T, KV, d) in dtype.
+    q's norm and of k's; cos and sin (T, 1, d/2) from rope_table; all fp32. bias and gains are None
+    in models without them. -> q (T, H, d), k and v (T, KV, d) in dtype.
     """
     y = y * rstd
     if bias is not None:
@@ -122,7 +122,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: rotate each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
 
     cos and sin (T, 1, d/2): of each token's d/2 angles, the same for all heads. Qwen pairs i with
-    i + d/2; other implementations pair neighbors.
+    i + d/2; some other models pair neighbors.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -131,7 +131,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's d/2 angles: positions (T,) -> (T, 1, d/2) fp32 each.
 
-    In fp32, because bf16 cannot tell position 4001 from 4002.
+    In fp32, because bf16 can't tell position 4001 from 4002.
     """
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = config.rope_theta ** (-half / config.head_dim)
@@ -143,7 +143,7 @@ def rope_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 # The network
 
 class RMSNorm(torch.nn.Module):
-    """A norm as its two factors (see top of file), with AQN's noise added to its weight.
+    """A norm as its two factors (see the top of this file), with AQN's noise added to its weight.
 
     noise (D,) is zero except within aqn.noisy_norms.
     """
@@ -163,9 +163,9 @@ class RMSNorm(torch.nn.Module):
 class Layer(torch.nn.Module):
     """Layer i: attention and MLP, each after a norm, each added to the residual stream.
 
-    get(name, *shape) returns a tensor of the checkpoint. frozen(names, parts, K) returns the
-    nvfp4.Weight of a fused linear, whose part names[j] has parts[j] rows. So a Layer can be made
-    from a checkpoint, in a test, or from the bench's random numbers. scratch: shared by all layers.
+    get(name, *shape) returns a tensor. frozen(names, parts, K) returns the nvfp4.Weight of a fused
+    linear whose part names[j] has parts[j] rows. Both may read a checkpoint or, in tests and
+    benchmarks, make up numbers. scratch: shared by all layers.
     """
 
     def __init__(self, config: ModelConfig, i: int, get: Callable, frozen: Callable,
@@ -200,15 +200,15 @@ class Layer(torch.nn.Module):
         self.down = linear(["mlp.down"], (c.width,), c.feed_forward)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
-        """The residual stream before the layer -> after it: x (T, D) -> (T, D), fp32.
+        """The residual stream after the layer: x (T, D) -> (T, D), fp32.
 
         cos, sin (T, 1, d/2) fp32: see rope_table.
         attend(q (T, H, d), k (T, KV, d), v (T, KV, d)) -> (T, H, d), all in the model's dtype,
-        knows which token sees which: attention.PackedAttention for the learner, the KV cache for
+        decides which token sees which: attention.PackedAttention for the learner, the KV cache for
         the sampler.
         """
-        # A trap: on a GPU the sampler's decode steps do not run this code. GraphEngine.step in
-        # fast/decode.py launches kernels for the same layer, so change both.
+        # A trap: on a GPU, decode steps don't run this code. GraphEngine.step in fast/decode.py
+        # launches kernels for the same layer, so change both.
         xw, rstd = self.input_norm(x)
         c = self.config
         q, k, v = elementwise(split_qkv, self.qkv(xw), rstd, self.qkv_bias, self.qk_gains, c.eps,
@@ -222,12 +222,12 @@ class Qwen(torch.nn.Module):
     """The model. get and frozen read its tensors (see Layer); load() reads a folder.
 
     live_vocab: how many ids the tokenizer has. Rows of the head beyond it are padding, which
-    log-probs ignore. adapter: None until lora.attach(). name: the folder, which an exported adapter
-    calls its base model.
+    log-probs ignore. adapter: None until lora.attach(). name: the folder or hub id, which exported
+    adapters give as their base model.
 
-    A model stays on the device and in the dtype that it was loaded for. Do not call .to(), .half()
-    or .cuda(): they would move only the norms. The embedding, the head, the biases of q, k and v
-    and the frozen weights are plain attributes, not parameters or buffers, and would stay behind.
+    A model stays on the device and in the dtype it was loaded with. Don't call .to(), .half() or
+    .cuda(): they would move only the norms. The embedding, the head, the biases of q, k and v and
+    the frozen weights are plain attributes, not parameters or buffers, and would stay behind.
     """
 
     def __init__(self, config: ModelConfig, get: Callable, frozen: Callable, dtype: torch.dtype,
@@ -252,11 +252,11 @@ class Qwen(torch.nn.Module):
 
     def hidden(self, tokens: Tensor, attends: Sequence[Callable], positions: Tensor,
                kept_layers: int | None = None) -> tuple[Tensor, Tensor]:
-        """All layers and the final norm: tokens (T,) packed -> its x * w (T, D), 1/rms (T, 1).
+        """Runs all layers and the final norm: packed tokens (T,) -> x * w (T, D), 1/rms (T, 1).
 
         attends: one per layer, see Layer.forward. kept_layers: how many layers, counted from the
         last, keep their activations for the backward pass; the others keep only their input and are
-        recomputed. None: all keep them. Without gradients nothing is kept.
+        recomputed. None: all of them. Without gradients nothing is kept.
         """
         layers = len(self.layers)
         kept_layers = layers if kept_layers is None else kept_layers
@@ -276,8 +276,8 @@ class Qwen(torch.nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) fp32. For checks: training never builds this tensor.
 
-        The last V - live_vocab columns are not tokens: cut them off, logits[..., :live_vocab],
-        before a softmax or an argmax.
+        The last V - live_vocab columns aren't tokens: drop them, logits[..., :live_vocab], before
+        a softmax or an argmax.
         """
         B, T = tokens.shape
         attend = PackedAttention([T] * B, tokens.device)
@@ -287,14 +287,14 @@ class Qwen(torch.nn.Module):
 
     def token_logprobs(self, rows: list[list[int]], starts: list[int], temperature: float = 1.0,
                        kept_layers: int | None = None) -> tuple[Tensor, Tensor]:
-        """The log-prob of each completion token, differentiable, and the entropy of its softmax,
-        not differentiable, in nats.
+        """The log-prob of each completion token (differentiable) and the entropy of its softmax
+        (not), in nats.
 
-        rows: lists of ids, each a prompt and its completion; starts[i]: where the completion of row
-        i begins. -> (C,) fp32 each, for the C completion tokens of all rows in order. Neighbors
-        with the same prompt share its computation.
-        temperature > 0 divides the logits (for the sampler 0 is greedy, with log-probs at
-        temperature 1). kept_layers: see hidden().
+        rows: lists of ids, each a prompt and its completion; starts[i]: where row i's completion
+        begins. -> (C,) fp32 each, for the C completion tokens of all rows in order. Neighbors with
+        the same prompt compute it once.
+        temperature > 0 divides the logits (the sampler's 0 is greedy, with log-probs at temperature
+        1). kept_layers: see hidden().
         """
         assert temperature > 0, f"temperature must be above 0, got {temperature}"
         assert all(0 < s < len(r) for r, s in zip(rows, starts)), \
@@ -324,13 +324,13 @@ class Qwen(torch.nn.Module):
 def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
          device: torch.device | str | None = None, dtype: torch.dtype | None = None,
          live_vocab: int | None = None) -> Qwen:
-    """Read a checkpoint in 16 bits or compressed-tensors NVFP4, with its linears as `base`.
+    """Load a checkpoint in 16 bits or compressed-tensors NVFP4, with its linears in format `base`.
 
-    It is quantized matrix by matrix while it is read, so peak memory is the result plus one fused
-    matrix. folder: or a name on the hub, which is downloaded. device: where the model is and
-    computes, such as "cpu" or "cuda:1"; None: the current GPU, or the CPU if torch sees no GPU.
-    dtype: of matmul inputs; None: bf16 on a GPU, fp32 on a CPU. live_vocab: see Qwen; None: all V
-    ids are tokens. UserError names the bad file or tensor.
+    Matrices are quantized one by one as they are read, so peak memory is the result plus one fused
+    matrix. folder: may also be a name on the hub, to be downloaded. device: such as "cpu" or
+    "cuda:1"; None: the current GPU, or the CPU if torch sees no GPU. dtype: of matmul inputs; None:
+    bf16 on a GPU, fp32 on a CPU. live_vocab: see Qwen; None: all V ids are tokens. UserError names
+    the bad file or tensor.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -340,7 +340,7 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
     files = WeightReader(folder, base, device, dtype)
     config = ModelConfig.from_json(files.config)
     if (live_vocab or 0) > config.vocab:
-        raise UserError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, the "
+        raise UserError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, but the "
                         f"embedding has {config.vocab} rows (vocab_size in config.json)")
     model = Qwen(config, files.read, files.frozen, dtype, folder.name)
     model.folder = folder

@@ -1,6 +1,6 @@
 """
 The decorator that dispatches from plain torch to GPU kernels, matrix products with fp32 sums, and
-two operations with a hand-written backward pass, because autograd's would keep or move gigabytes
+two operations with a hand-written backward pass, since autograd's would keep or move gigabytes
 more:
 
     mlp              down(silu(gate) * up), with 16-bit gradients between its matmuls
@@ -8,12 +8,12 @@ more:
 
 Attention's backward pass is in attention.py, a linear's in lora.py.
 
-Twins. A function marked @twin_in_kernels is complete in plain torch: read that; it runs on a CPU.
-If its tensors are on a GPU, the function of the same name in fast/kernels.py runs instead, which
-moves each number through memory once or twice instead of once per operation. Most are Triton
-kernels; attention is torch's FlashAttention. `import fast` registers them. A program does that once
-it has chosen a GPU, so a machine without Triton never opens fast/. With --kernels torch it
-registers the plain functions instead, and a GPU runs what a CPU runs.
+Twins. A function marked @twin_in_kernels is complete in plain torch; read that version, which a CPU
+runs. If its tensors are on a GPU, the function of the same name in fast/kernels.py runs instead and
+moves each number through memory once or twice rather than once per operation. Most are Triton
+kernels; attention is torch's FlashAttention. `import fast` registers them, which a program does
+only once it has chosen a GPU, so a machine without Triton never opens fast/. With --kernels torch
+it registers the plain functions instead, and a GPU runs what a CPU runs.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
 product; c rows of a chunk.
@@ -30,16 +30,16 @@ PLAIN: dict[str, Callable] = {}                  # name -> the plain function of
 
 
 def on_gpu(name: str) -> Callable:
-    """What is registered for a GPU under this name. RuntimeError if nothing is: tensors on a GPU
+    """The GPU version registered under this name. RuntimeError if there is none: tensors on a GPU
     never silently take the plain path.
     """
     if name not in ON_GPU:
-        raise RuntimeError(f"{name} has nothing registered for a GPU: `import fast` comes first")
+        raise RuntimeError(f"{name} has no GPU version registered: run `import fast` first")
     return ON_GPU[name]
 
 
 def twin_in_kernels(reference: Callable) -> Callable:
-    """A decorator: on a GPU the function's twin in fast/kernels.py runs in its place.
+    """A decorator: on a GPU, the function's twin in fast/kernels.py runs in its place.
 
     The first tensor among the positional arguments decides, so at least one must be passed by
     position. The plain function is kept as `.reference`; tests compare the twin with it.
@@ -67,11 +67,11 @@ def elementwise(function: Callable, x: Tensor, *rest: object) -> Tensor | tuple[
 def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a (M, K) @ b (K, N) of equal dtype -> (M, N) fp32, written into `out` if that is given.
 
-    A GPU sums products of 16-bit inputs in fp32 anyway; here it does not round the sums to 16 bits
+    GPUs sum products of 16-bit inputs in fp32 anyway; this just skips rounding the sums to 16 bits
     afterwards. Sampler and learner sum in different orders, and that rounding would turn last-bit
-    differences into differences of a full 16-bit step (see the top of model.py).
+    differences into full 16-bit steps (see the top of model.py).
     """
-    assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # a GPU refuses it, a CPU would not
+    assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # a GPU refuses, a CPU wouldn't
     if not a.is_cuda or a.dtype == torch.float32:
         return torch.mm(a.float(), b.float(), out=out)
     return torch.mm(a, b, out_dtype=torch.float32, out=out)
@@ -80,8 +80,8 @@ def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """a (M, K) @ b (K, N) of equal dtype -> (M, N) in that dtype, summed in fp32, then rounded.
 
-    Only for gradients. Where cuBLAS splits K over several programs it may round their partial sums
-    to 16 bits too (torch allows that by default: allow_bf16_reduced_precision_reduction).
+    Only for gradients. If cuBLAS splits K across programs, it may also round their partial sums to
+    16 bits (torch allows that by default: allow_bf16_reduced_precision_reduction).
     """
     return torch.mm(a, b) if a.is_cuda else mm_fp32(a, b).to(a.dtype)
 
@@ -102,8 +102,8 @@ def swiglu(y: Tensor, rstd: Tensor, h: Tensor, keep: bool = True) -> Tensor | No
     """Write silu(gate) * up into h (T, F), whose rows may have any stride; gate|up = y * rstd.
 
     y (T, 2F) fp32 is gate_up's result, rstd (T, 1) fp32 the norm's 1/rms. Returns y rounded to h's
-    dtype, for swiglu_backward. keep: whether there will be a backward pass; if not, do not use the
-    result: the GPU's twin returns None.
+    dtype, for swiglu_backward. keep: whether there will be a backward pass. If not, ignore the
+    result, which is None on a GPU.
     """
     gate, up = (y * rstd).chunk(2, dim=-1)
     h.copy_(F.silu(gate) * up)
@@ -127,8 +127,8 @@ def swiglu_backward(y: Tensor, rstd: Tensor, dh: Tensor, dy: Tensor) -> Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """Both linears and everything between them as one autograd function. Wide inputs, with x @ A.T
-    to the right of x, are explained in lora.py.
+    """Both linears and everything between them as one autograd function. lora.py explains the wide
+    inputs, with x @ A.T to the right of x.
 
         x_wide   [x | x @ A.T]   in 16 bits on a GPU; A is gate_up's
           |  gate_up.product
@@ -138,10 +138,10 @@ class _Mlp(torch.autograd.Function):
           |  down.product
         result   (T, D)          fp32
 
-    Three functions would move more bytes, in three places:
-    - Autograd wants the gradient of an fp32 tensor in fp32. Inside one function dL/dh and dL/dy are
-      16-bit, and dL/dy is written straight to where gate_up's backward pass multiplies it.
-    - swiglu writes h to its place in h_wide. As a separate function it would have to be copied.
+    Three separate functions would move more bytes, in three places:
+    - Autograd wants the gradient of an fp32 tensor in fp32. Inside one function, dL/dh and dL/dy
+      are 16-bit, and dL/dy is written straight to where gate_up's backward pass multiplies it.
+    - swiglu writes h to its place in h_wide. A separate function's result would be copied there.
     - Only y rounded to 16 bits has to live until the backward pass: half the bytes of fp32.
     """
 
@@ -184,8 +184,8 @@ def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
 
     products (c, V) fp32, which may be overwritten; scale (c, 1) fp32; targets (c,) int64, below
     `live`. Returns two things:
-    - a triple of (c,) fp32: the target's logit, the log-sum-exp of the logits, and the mean of the
-      logits, each weighted by its probability;
+    - a triple of (c,) fp32: the target's logit, the log-sum-exp of the logits, and their mean,
+      weighted by probability;
     - the gradient of the target's log-prob with respect to the logits, onehot(target) - softmax:
       (c, V) in `dtype`, zero from column `live` on. None if `dtype` is None.
     """
@@ -200,20 +200,20 @@ def softmax_at(products: Tensor, scale: Tensor, targets: Tensor, live: int,
     return sums, F.pad(dlogits, (0, products.shape[1] - live)).to(dtype)
 
 
-# Rows whose logits exist at a time: 0.3 GB in fp32 with a vocabulary of 152k.
+# Rows whose logits are in memory at a time: 0.3 GB in fp32 with a vocabulary of 152k.
 LOGIT_ROWS = 512
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probs in chunks of rows. Their gradient is computed in the forward pass already.
+    """Log-probs in chunks of rows, with the gradient already computed in the forward pass.
 
     The log-prob of row t depends only on row t of x, so its gradient is one row too:
 
         dL/dx[t] = dL/dlogprob[t] * ((onehot(target) - softmax) @ head * scale)[t]
 
     The forward pass computes the second factor while it has the chunk's logits, keeps it in fp32
-    and drops the logits; the backward pass multiplies by dL/dlogprob. Keeping the logits of 8,192
-    tokens would take 5 GB with a vocabulary of 152k.
+    and drops the logits; the backward pass multiplies it by dL/dlogprob. Keeping the logits of
+    8,192 tokens would take 5 GB with a vocabulary of 152k.
     """
     @staticmethod
     def forward(ctx, x, scale, head, targets, live):
@@ -253,14 +253,14 @@ def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
     """The log-prob of each target, and the entropy of its softmax.
 
     logits = x @ head[:live].T * scale; -> log softmax(logits) at `targets`, which is differentiable
-    in x and scale, and the entropy, which is not: (T,) fp32 each, in nats.
+    in x and scale, and the entropy, which isn't: (T,) fp32 each, in nats.
 
-    T is the number of targets here: Qwen.token_logprobs, which takes full rows, has selected the
-    places in the packed tokens that predict a target.
+    T is the number of targets here: Qwen.token_logprobs, which takes full rows, has already picked
+    the packed tokens that predict one.
 
     x (T, D) and head (V, D) in the model's dtype, scale (T, 1) = 1/(rms * temperature) fp32,
     targets (T,) int64. `head` gets no gradient. live: how many rows of `head` are tokens; the rest
-    is padding. All V rows are multiplied and the padding is dropped afterwards: Qwen2.5's live is
-    151,665, an odd number, and cuBLAS has no aligned kernel for an odd width.
+    is padding. All V rows are multiplied and the padding is dropped afterwards, because Qwen2.5's
+    live, 151,665, is odd and cuBLAS has no aligned kernel for odd widths.
     """
     return _TokenLogprobs.apply(x, scale, head, targets, live)

@@ -4,8 +4,8 @@ Prompts: a model's tokenizer and chat template, and the problems of a run with t
     tokenizer = Tokenizer(folder)
     problems = encode_prompts(tokenizer, load_problems("gsm8k", "train"), "boxed", max_tokens=512)
 
-Problems that a run cannot use are left out and counted: those whose answer the grader cannot read,
-and those whose prompt is too long.
+Problems that a run can't use are skipped and counted: those with an answer the grader can't read,
+and those with too long a prompt.
 """
 import hashlib
 import json
@@ -32,7 +32,7 @@ Turn = tuple[str, str]                           # role and text
 # The chat template
 
 class ChatTemplate:
-    """The chat template of a model's folder: a Jinja program that writes a conversation as text.
+    """A model's chat template: a Jinja program that writes a conversation as text.
 
     It runs in the sandbox that transformers uses and gets only the conversation: no tools, no
     documents, no date, no files. path: the file with the template.
@@ -46,7 +46,7 @@ class ChatTemplate:
             self.path = folder / "tokenizer_config.json"
             self.text = read_json(self.path).get("chat_template")
         if not isinstance(self.text, str):
-            raise self.error(f"is {short_repr(self.text)}, expected a text")
+            raise self.error(f"is {short_repr(self.text)}, expected text")
 
     def error(self, why: str) -> UserError:
         return UserError(f"{self.path}: chat_template {why}")
@@ -66,7 +66,7 @@ class ChatTemplate:
             written = self.program.render(messages=messages, tools=None, documents=None,
                                           add_generation_prompt=True,
                                           enable_thinking=thinking == "on")
-        except Exception as error:               # somebody else's program may raise anything
+        except Exception as error:               # someone else's program may raise anything
             raise self.error(f"fails: {first_line(error)}") from None
         if "<|im_start|>" not in written.rpartition("<|im_end|>")[2]:
             raise self.error("does not start the answer with <|im_start|>, as Qwen's format does")
@@ -95,8 +95,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Undefined(jinja2.Undefined):
-    """An undefined name. It is false, so that a template can test for it, but it cannot be printed:
-    as "" it would silently change the prompt of a template that writes, say, the date.
+    """An undefined name. It is false, so a template can test for it, but it can't be printed: as ""
+    it would silently change the prompt of a template that writes, say, the date.
     """
     __str__ = jinja2.Undefined._fail_with_undefined_error
 
@@ -105,14 +105,14 @@ class Undefined(jinja2.Undefined):
 # The tokenizer
 
 class Tokenizer:
-    """The tokenizer.json of a model's folder, and its chat template.
+    """A model's tokenizer.json and chat template.
 
-    thinking: "on" or "off", as --thinking; UserError for what the chat template rules out.
+    thinking: "on" or "off", as --thinking; UserError if the chat template rules it out.
 
     end_ids: the tokens that end a completion. vocab_size: the number of ids that are tokens; a
     model's embedding may have more rows.
     opened: "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this
-    text, so code that looks for the answer in a completion prepends `opened`.
+    text, so code that looks for an answer prepends `opened`.
     """
 
     def __init__(self, folder: str | Path, thinking: str = "off"):
@@ -124,7 +124,7 @@ class Tokenizer:
         except Exception as error:               # the library has no error class for these
             raise UserError(f"{path}: not a valid tokenizer file ({first_line(error)})") from None
         self.file.encode_special_tokens = True   # "<|im_end|>" in a text stays text: see turns()
-        self.file.no_truncation()                # the file may contain its last user's setting
+        self.file.no_truncation()                # the file may keep its last user's settings
         self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
         added = json.loads(text).get("added_tokens", ())
@@ -135,9 +135,9 @@ class Tokenizer:
         self.control_token = re.compile(f"({'|'.join(map(re.escape, self.control))})")
         self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
         self.stop = vocab["<|im_end|>"]
-        # Both, as in the generation_config.json of every Qwen2.5 and Qwen3. That file's
-        # temperature, top_p and top_k are for chatting and never read: training samples from the
-        # model's own distribution.
+        # Both, as in the generation_config.json of every Qwen2.5 and Qwen3. Its temperature, top_p
+        # and top_k are for chatting and aren't read: training samples from the model's own
+        # distribution.
         self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
         self.template = ChatTemplate(self.folder)
         self.set_thinking(thinking)
@@ -167,34 +167,34 @@ class Tokenizer:
         return self.file.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of a completion without its end token. Other control tokens stay visible, so
-        that a reader and the grader see what the model really wrote.
+        """The text of a completion without its end token. Other control tokens stay visible, so the
+        reader and the grader see what the model really wrote.
         """
         if ids and ids[-1] in self.end_ids:
             ids = ids[:-1]
         return self.file.decode(ids, skip_special_tokens=False)
 
     def chat(self, text: str, system: str | None = None) -> list[int]:
-        """The prompt of a question; system None: with the template's own system message, if any."""
+        """The prompt for a question. system None: the template's own system message, if any."""
         return self.turns([("system", system)] * bool(system) + [("user", text)])
 
     def user_turn(self, text: str) -> list[int]:
-        """What stands between the <|im_end|> of one answer and the next answer: a user's turn."""
+        """A user's turn: everything between one answer's <|im_end|> and the next answer."""
         ids = self.turns([("user", "?"), ("assistant", "."), ("user", text)])
         *_, answered, _ = (i for i, token in enumerate(ids) if token == self.stop)
         return ids[answered + 1:]
 
     def turns(self, turns: list[Turn]) -> list[int]:
-        """The prompt of a conversation that ends with the user's turn:
+        """The prompt for a conversation that ends with the user's turn:
 
             <|im_start|>  system \\n You are Qwen, ...   <|im_end|>  \\n
             <|im_start|>  user \\n 2+3*4?                <|im_end|>  \\n
             <|im_start|>  assistant \\n                  the model continues from here
 
-        Control tokens come only from the template. If a text spells one, the template gets it with
-        a mark inside, "<" + mark + "|im_end|>", and it is encoded as plain text without the mark:
-        so no question can speak for the model. Otherwise the ids are those of the text in one
-        piece, since a tokenizer splits its text at control tokens before anything else.
+        Control tokens come only from the template. If a text spells one out, the template gets it
+        with a mark inside, "<" + mark + "|im_end|>", and it is encoded as plain text without the
+        mark, so no question can speak for the model. Apart from that, the ids are the same as for
+        the text in one piece, since a tokenizer splits at control tokens before anything else.
         """
         known = "".join(map("".join, turns))
         mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in known)
@@ -229,11 +229,11 @@ STYLES = {
 
 
 def prompt_function(style: str) -> Callable[[Problem], list[Turn]]:
-    """--prompt-style -> the function that makes a problem's conversation. UserError if there is
-    none of that name.
+    """--prompt-style -> the function that turns a problem into a conversation. UserError if there
+    is none of that name.
 
-    "module:function" is the user's. It gets a problem's fields and returns the user's turn as text,
-    or a conversation as a list of {"role", "content"} that ends with the user's.
+    "module:function" is the user's own. It gets a problem's fields and returns the user's turn as
+    text, or a conversation as a list of {"role", "content"} that ends with the user's turn.
     """
     if style in STYLES:
         request, style_system = STYLES[style]
@@ -255,8 +255,8 @@ def prompt_function(style: str) -> Callable[[Problem], list[Turn]]:
                 return [("user", said)]
             case [*_, {"role": "user"}] if all(map(is_turn, said)):
                 return [(turn["role"], turn["content"]) for turn in said]
-        raise UserError(f"{flag}: expected text or a list of objects with role (system, user or "
-                        f"assistant) and content (text) that ends with the user's, for {what}, got "
+        raise UserError(f"{flag}: expected text, or a list of objects with role (system, user or "
+                        f"assistant) and content (text), the user's last; for {what} got "
                         f"{short_repr(said)}")
     return ask_users
 
@@ -270,43 +270,43 @@ def is_turn(value: object) -> bool:
 
 def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
                    max_tokens: float = math.inf) -> list[Problem]:
-    """The problems with their prompts, without those whose prompt has more than max_tokens."""
+    """The problems with their prompts, except those whose prompt exceeds max_tokens."""
     ask = prompt_function(style)
     encoded = [replace(p, prompt=tokenizer.turns(ask(p))) for p in problems]
     return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
 def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> list[Problem]:
-    """The problems of a source that a run can use, with prompts; prints how many are left out.
+    """The problems of a source that a run can use, with prompts; prints how many are skipped.
 
     settings has --prompt-style, --max-prompt-tokens and --reward under these names (config.Data).
-    With a --reward a problem needs no gold answer. UserError if too few problems are left.
+    With --reward, problems need no gold answer. UserError if too few problems are left.
     """
     loaded = load_problems(source, split, not settings.reward)
     readable = [p for p in loaded if settings.reward or can_read(p.answer)]
     unreadable = len(loaded) - len(readable)
     if unreadable:
         example = next(p.answer for p in loaded if not can_read(p.answer))
-        say(f"{source}: {counted(unreadable, 'problem')} left out, whose answers the grader cannot "
-            f"read, such as {example[:60]!r}")
+        say(f"{source}: {counted(unreadable, 'problem')} skipped, as the grader can't read answers "
+            f"such as {example[:60]!r}")
     most = settings.max_prompt_tokens
     problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)
     if long:
-        say(f"{source}: {counted(long, 'prompt')} left out, longer than --max-prompt-tokens {most}")
-    least = 2 if split == "train" else 1         # one to learn from, and one that is held out
+        say(f"{source}: {counted(long, 'prompt')} skipped, longer than --max-prompt-tokens {most}")
+    least = 2 if split == "train" else 1         # one to train on and one to hold out
     if len(problems) < least:
-        raise UserError(f"{source}: {counted(len(problems), 'usable problem')}, a run needs at "
+        raise UserError(f"{source}: {counted(len(problems), 'usable problem')}, but a run needs at "
                         f"least {least}")
     return problems
 
 
 def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[Problem]]:
-    """The problems to train on and the problems held out, all with prompts.
+    """The problems to train on and the held-out problems, all with prompts.
 
-    Held out are the problems of --eval-data; without that flag, the data set's test split; if it
-    has none, the end of the training data. settings also has --data, --eval-data and
-    --eval-problems (config.Data).
+    Held-out problems come from --eval-data, or else from the data set's test split, or else from
+    the end of the training data. settings also has --data, --eval-data and --eval-problems
+    (config.Data).
     """
     source = settings.eval_data or settings.data
     problems = usable_problems(settings, tokenizer, settings.data, "train")
@@ -316,14 +316,14 @@ def split_problems(settings, tokenizer: Tokenizer) -> tuple[list[Problem], list[
     else:
         held = max(1, min(most or 256, len(problems) // 10))
         say(f"{source}: the last {held:,} of {counted(len(problems), 'problem')} are held out; "
-            "--eval-data chooses others")
+            "use --eval-data to choose others")
         held_out = problems[-held:]
         problems = problems[:-held]
     trained = {tuple(problem.prompt) for problem in problems}
     known = sum(tuple(problem.prompt) in trained for problem in held_out)
     if known:
-        say(f"{source}: {known:,} of {len(held_out):,} held-out problems are also trained on, and "
-            "count in the held-out accuracy")
+        say(f"{source}: {known:,} of {len(held_out):,} held-out problems are also trained on and "
+            "count towards the held-out accuracy")
     return problems, held_out
 
 

@@ -2,22 +2,22 @@
 How several processes train one adapter.
 
 torchrun starts WORLD processes of the same script, each with a full copy of the model and its own
-GPU. RANK is the number of this one; without torchrun it is 0 of 1.
+GPU. RANK is this one's number; without torchrun it is 0 of 1.
 
     problems = share(problems)         each rank takes its share of the list
-    rows = gather(rows)                each rank gets everybody's rows, in the order of the ranks
+    rows = gather(rows)                each rank gets everyone's rows, in rank order
     all_sum(gradient)                  each rank gets the sum of all gradients, with the same bits
 
 With one process all three are no-ops. Only rank 0 prints and writes files.
 
-Lists travel over gloo, which uses sockets, and gradients on GPUs over NCCL, which uses kernels.
-They differ in what happens when a rank dies:
+Lists travel over gloo, which uses sockets, and gradients on GPUs over NCCL, which uses kernels. The
+two differ in what happens when a rank dies:
 
     gloo     the dead rank's socket closes, and the others' calls fail at once
     NCCL     a kernel that waits for the dead rank spins until a timeout, and nothing can stop it
 
-So every all_sum() comes right after a gather(): if a rank has died, the gather raises Stopped, the
-others save their work, and nobody enters the all_sum.
+So every all_sum() comes right after a gather(). If a rank has died, the gather raises Stopped, the
+others save their work, and none of them enters the all_sum.
 
 Not here: model parallelism, elastic restarts.
 """
@@ -34,11 +34,11 @@ from tqdm import tqdm
 
 from files import CONTINUE, Stopped, UserError, first_line
 
-# This process's number, the number of processes, and this one's number on its machine.
+# This process's number, the number of processes, and this process's number on its machine.
 RANK, WORLD, LOCAL_RANK = (int(os.environ.get(name, default)) for name, default in
                            (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-# Must exceed the longest wait in a run: one rank may sample long answers for half an hour after
-# another has finished its short ones.
+# Must exceed the longest wait in a run, when one rank is still sampling long answers after another
+# has finished its short ones.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -65,8 +65,8 @@ def join_ranks(device: torch.device) -> None:
 
 
 def interruptible(operation: Callable, *arguments: object) -> None:
-    """Calls a function that may wait in C++ for other ranks, and handles signals meanwhile."""
-    # Python handles signals only in the main thread, and only while it is not in C++. So another
+    """Calls a function that may wait in C++ for other ranks, while still handling signals."""
+    # Python handles signals only in the main thread, and only while it isn't in C++, so another
     # thread makes the call.
     done = threading.Event()
     failures = []
@@ -78,7 +78,7 @@ def interruptible(operation: Callable, *arguments: object) -> None:
             failures.append(error)
         done.set()
 
-    # A daemon: when the main thread ends, nobody waits for it.
+    # A daemon, so nobody waits for it when the main thread ends.
     threading.Thread(target=call, daemon=True).start()
     done.wait()
     if failures:
@@ -91,7 +91,7 @@ def share(items: list) -> list:
 
 
 def gather(items: list) -> list:
-    """The items of all ranks as one list, in the order of the ranks: undoes share().
+    """All ranks' items as one list, in rank order; undoes share().
 
     Tensors in them must be on the CPU. Stopped if a rank is lost. gather([]) is a barrier.
     """
@@ -112,7 +112,7 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
         with a_lost_rank_ends_the_run():
             work = dist.all_reduce(tensor, async_op=True)
             # work.wait() alone would block in C++. After this loop it only makes this thread's CUDA
-            # stream see the sum.
+            # stream wait for the sum.
             while not work.is_completed():
                 time.sleep(1e-4)
             work.wait()
@@ -121,7 +121,7 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def a_lost_rank_ends_the_run() -> Iterator[None]:
-    """A context in which an error of torch.distributed becomes a Stopped."""
+    """A context in which an error in torch.distributed becomes a Stopped."""
     try:
         yield
     except RuntimeError as error:

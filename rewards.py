@@ -1,6 +1,6 @@
 r"""
-Rewards from text: finds the answer in a completion, compares it with the gold answer (the one in
-the data set, by tasks/answers.py), and scores the format. No model judges.
+Rewards from text: finds the answer in a completion, compares it with the data set's gold answer
+(tasks/answers.py), and scores the format. There is no judge model.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
@@ -13,10 +13,10 @@ The first of these rules that applies gives the answer:
     marker       what follows the last "answer is", "answer:" or "####" in its sentence, without
                  a subject: "answer: the sum is 5" gives 5
 
-Only the first turn counts, after its last </think>. All of a box, a tag or a sentence is the
-answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" are not.
+Only the first turn counts, after its last </think>. Everything in the box, tag or sentence is part
+of the answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" aren't.
 
-Time is linear in the length of the text, so there is no time limit.
+It takes time linear in the length of the text, so there's no time limit.
 """
 import math
 import re
@@ -25,7 +25,7 @@ from typing import Callable, NamedTuple
 from tasks.answers import DOUBT, FUNCTIONS, clean, is_equal
 from tasks.boxes import last_box
 
-MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes count anywhere
+MAX_TAIL = 20_000      # tags and markers count only in the last characters, boxes anywhere
 
 
 # -----------------------------------------------------------------------------
@@ -34,7 +34,7 @@ MAX_TAIL = 20_000      # last characters, where tags and markers count; boxes co
 class Extraction(NamedTuple):
     """An answer and the rule that found it."""
     answer: str | None
-    rule: str          # box, tag, marker, none or unclosed (a <think> without its end)
+    rule: str          # box, tag, marker, none or unclosed (a <think> that never ends)
 
 
 def extract(text: str) -> Extraction:
@@ -60,7 +60,7 @@ class Grade(NamedTuple):
     """The verdict on one completion."""
     correct: int           # 1 if the answer equals the gold answer and is not copied, else 0
     format: int            # 1 if the answer has the form that the prompt asked for, else 0
-    rule: str              # that found the answer, see Extraction
+    rule: str              # the one that found the answer, see Extraction
     answer: str | None     # as written in the completion
 
 
@@ -77,12 +77,12 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed") 
 
 
 def is_copied(answer: str, question: str, gold: str) -> bool:
-    r"""True if the answer only restates a formula of the question, with an operator, and the gold
-    answer is not written that way: \boxed{\binom{18}{12}} equals 18564, but nothing was computed.
+    r"""True if the answer only copies a formula (with an operator) from the question and the gold
+    answer isn't written that way: \boxed{\binom{18}{12}} equals 18564, but computes nothing.
 
     The formula is in the question if some part has the same symbols, in any order, and equals the
-    gold answer: 7+12 is 12+7, but 7/2 is not 2/7. A policy can still write X + 0 for a formula X,
-    and a formula that the question has only in words, such as 7*9-8.
+    gold answer: 7+12 is 12+7, but 7/2 isn't 2/7. A policy can still write X + 0 for a formula X, or
+    a formula that the question has only in words, such as 7*9-8.
     """
     formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
     if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
@@ -103,7 +103,7 @@ def sides(answer: str) -> list[str]:
 
 
 def symbols(s: str) -> list[str]:
-    r"""The symbols except brackets, + and *; a number is one symbol. x+\frac12 and 1/2 + x have the
+    r"""All symbols but brackets, + and *; a number is one symbol. x+\frac12 and 1/2 + x have the
     same ones.
     """
     return ["/" if symbol == r"\frac" else symbol.strip().replace(",", "")
@@ -111,8 +111,8 @@ def symbols(s: str) -> list[str]:
 
 
 def with_brackets(part: str) -> str:
-    r"""Adds the brackets that a part of a formula lacks: x)/(y becomes (x)/(y). Empty if a brace
-    closes that the part doesn't open, as in the 1}{2 of \frac{1}{2}.
+    r"""Adds the brackets that part of a formula lacks: x)/(y becomes (x)/(y). Empty if the part
+    closes a brace that it doesn't open, like the 1}{2 in \frac{1}{2}.
     """
     before = after = ""  # the missing brackets
     for character in part:
@@ -151,8 +151,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
     """
     group_size = len(rows) // max(len(problems), 1)  # a rank may have no problems
     completions = [tokenizer.decode(row.completion) for row in rows]
-    # `opened` is the <think> at the end of the prompt. An answer that never closes it is
-    # "unclosed".
+    # `opened` is the <think> at the end of the prompt. Answers that never close it are "unclosed".
     texts = [tokenizer.opened + completion for completion in completions]
     graded = []
     for i, (row, text) in enumerate(zip(rows, texts)):
@@ -185,7 +184,7 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
 # The patterns that find an answer
 
 END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
-# No <answer> inside an answer: each of 10,000 unclosed tags would be scanned to the end.
+# No <answer> inside an answer, or each of 10,000 unclosed tags would be scanned to the end.
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # "answer is", "Answer:" or "**Answer**:", but not "answer isn't" or "answers".
 MARKER = re.compile(
@@ -195,7 +194,7 @@ SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)")
 # 1,234.5 is one symbol, \frac12 is three.
 SYMBOL = re.compile(r"\\[A-Za-z]+|(?<=\\frac|binom)\s*[0-9]"
                     r"|[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+|[^\s(){}+*,]")
-# Makes a formula out of values; -5 and 2\pi have none. 60 decimals come from \overline.
+# What makes values a formula; -5 and 2\pi have none. 60 decimals come from \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
                       rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
 

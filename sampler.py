@@ -1,24 +1,24 @@
 """
-The sampler: groups of answers to many prompts, with a paged KV cache, and the log-prob with which
-each token was drawn (adapter, noise, temperature, top_k and top_p included).
+The sampler: draws groups of answers to many prompts, with a paged KV cache, and keeps each token's
+log-prob as it was drawn (adapter, noise, temperature, top_k and top_p included).
 
     sampler = Sampler(model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
 
-What Sampler.generate does, where a row is one answer:
+Sampler.generate, in outline (a row is one answer):
 
-    all answers wait in a queue, those to one prompt next to each other
+    queue all answers, those to the same prompt next to each other
     while any are waiting or running:
-        while there are rows and memory: start the next one; the first of a group computes the keys
-            and values of its prompt (prefill), and the others share them
-        for each running row: draw the next token from softmax(logits / temperature), and keep its
+        while rows and memory are free: start the next one; the first of a group computes the keys
+            and values of its prompt (prefill), which the others share
+        for each running row: draw the next token from softmax(logits / temperature) and keep its
             log-prob
-        rows that drew an end token, or reached their limit, leave
+        remove rows that drew an end token or reached their limit
 
 The KV cache is a pool of kv_blocks of KV_BLOCK (32) tokens each. A row's `table` lists its
-kv_blocks, and slot s of the row is entry s % KV_BLOCK of the kv_block table[s // KV_BLOCK]. The G
-answers to a prompt share the kv_blocks of its prefix, which is the prompt without its last token.
-With a prompt of 41 tokens, so a prefix of 40, and G = 3:
+kv_blocks, and its slot s is entry s % KV_BLOCK of kv_block table[s // KV_BLOCK]. The G answers to a
+prompt share the kv_blocks of its prefix, which is the prompt without its last token. For a prompt
+of 41 tokens, so a prefix of 40, and G = 3:
 
     slots     0 ...      31  32 ... 39   gap  63  64 ...     95  96 ...
              +--------------+--------------------+--------------+--------------+
@@ -32,24 +32,24 @@ With a prompt of 41 tokens, so a prefix of 40, and G = 3:
 
 A row's own tokens start a new kv_block, so shared kv_blocks are never written to or copied.
 
-- Prefill computes the keys and values of prefixes. A prompt's last token is the first input of each
-  row's decode steps, so every sampled token comes from a decode step. On a GPU a short prefill also
-  takes the next waiting prefixes, if enough kv_blocks are free.
+- Prefill computes the keys and values of prefixes. The prompt's last token is the first input of
+  each row's decode steps, so every sampled token comes from a decode step. On a GPU, a short
+  prefill also takes the next waiting prefixes if enough kv_blocks are free.
 - A decode step computes one new token for each running row. Rows that have ended leave the batch
   and waiting sequences take their places (continuous batching), so steps get cheaper when few rows
   are left.
 - The CPU reads the drawn tokens once per *window* of decode steps: 8 on a GPU, which must wait for
-  each read, and 1 on a CPU. A row that ends inside a window stays in the batch until the window is
-  over. CUDA graphs exist only for some batch sizes, so a GPU's batch is padded to the next one.
+  each read, and 1 on a CPU. A row that ends mid-window stays in the batch until the window is over.
+  CUDA graphs exist only for some batch sizes, so a GPU's batch is padded to the next size.
   Rollouts.idle counts both.
 - A prefix keeps its kv_blocks until the last sequence of its group ends; a row gets its own as it
-  grows. When the pool runs dry, prefixes that only waiting sequences use are freed first, to be
-  prefilled again later. Then the newest row is preempted: it returns its kv_blocks and waits, and
-  later its prompt and its tokens so far are prefilled again. The oldest row is never preempted, so
+  grows. When the pool runs dry, prefixes used only by waiting sequences are freed first and
+  prefilled again later. Then the newest row is preempted: it gives up its kv_blocks and waits, and
+  its prompt and tokens so far are prefilled again later. The oldest row is never preempted, so
   every request finishes.
-- Randomness is a hash. The token after position t of sample g of the prompt at place p of the run
-  is drawn with the random number u(seed, p, g, t), independent of batch, window, preemption and
-  number of GPUs, which can change a token only through rounding.
+- Randomness is a hash. The token after position t of sample g of the prompt at place p in the run
+  is drawn with u(seed, p, g, t), whatever the batch, window, preemptions and number of GPUs; these
+  can change a token only through rounding.
 
 Not here: beam search, penalties, stop strings, prefixes shared by different prompts.
 
@@ -83,8 +83,8 @@ MASK64 = 2**64 - 1                               # Python's integers do not over
 class Sampling(NamedTuple):
     """How to draw. temperature 0 is greedy, with log-probs at temperature 1.
 
-    Log-probs are those of the distribution that was drawn from. top_k and top_p are for
-    evaluation only: the learner does not filter, so its log-probs would not match.
+    Log-probs are those of the distribution drawn from. top_k and top_p are for evaluation only:
+    the learner doesn't filter, so its log-probs wouldn't match.
     """
     max_new_tokens: int | list[int]              # a list: one for each of the P * G sequences
     end_ids: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Row:
     logprobs: Tensor                             # (completion tokens,) fp32, on the CPU
     finished: bool                               # stopped by an end id, not by the limit
     # Which tokens of the completion were sampled, (completion tokens,) bool; None: all. A tool or a
-    # user wrote the others: the learner reads them, but does not train on them or use their
+    # user wrote the others: the learner reads them, but neither trains on them nor uses their
     # log-probs.
     mask: Tensor | None = None
     graded: dict = field(default_factory=dict)   # its line in samples.jsonl (train.score)
@@ -112,7 +112,7 @@ class Row:
             self.mask = torch.ones(len(self.completion), dtype=torch.bool)
 
     def with_text(self, ids: list[int]) -> "Row":
-        """This row and a tool's or a user's tokens, which were not sampled. Its continuation is
+        """This row plus a tool's or a user's tokens, which weren't sampled. Its continuation is
         sampled from prompt + completion.
         """
         none = torch.zeros(len(ids))
@@ -120,7 +120,7 @@ class Row:
                    torch.cat([self.mask, none.bool()]), self.graded)
 
     def continued(self, turn: "Row") -> "Row":
-        """This row and its next turn, whose prompt is this row's prompt + completion."""
+        """This row plus its next turn, whose prompt is this row's prompt + completion."""
         return Row(self.prompt, self.completion + turn.completion,
                    torch.cat([self.logprobs, turn.logprobs]), turn.finished,
                    torch.cat([self.mask, turn.mask]), self.graded)
@@ -130,9 +130,9 @@ class Row:
 class Rollouts:
     """The answers: B = P * G rows; rows [p * G, (p + 1) * G) answer prompt p."""
     rows: list[Row]
-    seconds: float = 0.0                         # that generate() took
-    computed: int = 0                            # rows that were computed, over all decode steps
-    preempted: int = 0                           # how often a row had to return its kv_blocks
+    seconds: float = 0.0                         # time that generate() took
+    computed: int = 0                            # rows computed, summed over all decode steps
+    preempted: int = 0                           # how often a row had to give up its kv_blocks
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -157,7 +157,7 @@ class Rollouts:
         return 1 - self.num_tokens / self.computed if self.computed else 0.0
 
     def __add__(self, other: "Rollouts") -> "Rollouts":
-        """The rows of two ranks. They sampled at the same time, so `seconds` is the longer one."""
+        """The rows of two ranks. They sampled in parallel, so `seconds` is the longer one."""
         return Rollouts(self.rows + other.rows, max(self.seconds, other.seconds),
                         self.computed + other.computed, self.preempted + other.preempted)
 
@@ -168,11 +168,11 @@ class Rollouts:
 class Sampler:
     """Samples answers, with its own KV cache.
 
-    max_length: tokens of the longest sequence (prompt and completion). max_rows: most sequences
-    decoded at a time. The KV cache is as large as max_rows sequences of full length need, up to
-    kv_gib GiB, by default half of a GPU's free memory or of the machine's memory. engine: a class
-    like TorchEngine; None: engine_for(the model's device). UserError if the cache is too small for
-    one sequence.
+    max_length: tokens in the longest sequence (prompt and completion). max_rows: the most sequences
+    to decode at a time. The KV cache has room for max_rows sequences of full length, up to kv_gib
+    GiB; by default, half of the GPU's free memory or, on a CPU, of the machine's memory. engine: a
+    class like TorchEngine; None: engine_for(the model's device). UserError if the cache is too
+    small for one sequence.
     """
 
     def __init__(self, model: Qwen, max_length: int, max_rows: int = 256,
@@ -189,14 +189,14 @@ class Sampler:
                  progress: Callable | None = None) -> Rollouts:
         """P prompts, lists of token ids -> Rollouts of P * group_size answers.
 
-        places: P ints, each prompt's place in the order of the run, by default 0, 1, 2, ... With
-        the seed they determine the random numbers, so a prompt at another place gets other answers.
-        progress(made, sequences) is called after each window with the number of new tokens and the
-        Sequences that got them. files.Stopped if a log-prob is not finite.
+        places: P ints, each prompt's place in the run, by default 0, 1, 2, ... Together with the
+        seed, they determine the random numbers, so a prompt gets different answers at a different
+        place. progress(made, sequences) is called after each window with the number of new tokens
+        and the Sequences that got them. files.Stopped if a log-prob is not finite.
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, places)
-        # A new pool, since a call that ended in an exception did not return its kv_blocks.
+        # A new pool, since a call that raised an exception didn't return its kv_blocks.
         self.pool = BlockPool(self.engine.kv.shape[2])
         waiting = deque(sequences)
         running = []                             # the rows of the decode batch, oldest first
@@ -240,14 +240,14 @@ class Sampler:
         return sequences
 
     def _admit(self, waiting, running):
-        """Moves sequences from the queue to the batch while there are rows and kv_blocks, and
-        prefills their prefixes.
+        """Moves sequences from the queue to the batch while rows and kv_blocks last, and prefills
+        their prefixes.
         """
         new = []
         while waiting and len(running) < self.max_rows:
             prefix = waiting[0].prefix
-            # This row and each running row may need one more kv_block in the coming window. Without
-            # that reserve _grow would preempt this one at once and waste its prefill.
+            # This row and each running row may need one more kv_block in the next window. Without
+            # that reserve, _grow would preempt this one right away and waste its prefill.
             if prefix.missing + 1 + len(running) > len(self.pool):
                 if running:
                     break
@@ -259,7 +259,7 @@ class Sampler:
         self._prefill(new + self._ride_along(new, waiting, len(running)))
 
     def _ride_along(self, new, waiting, rows):
-        """The next waiting prefixes that fit into the prefill of `new`, with their kv_blocks."""
+        """Allocates kv_blocks for the next waiting prefixes that fit into the prefill of `new`."""
         # In kv_blocks. Two per running row stay free, or the extra prefixes would soon be evicted.
         room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
                    len(self.pool) - 2 * (rows + 1))
@@ -305,16 +305,16 @@ class Sampler:
                 i += 1
             else:
                 self._preempt(running.pop(), waiting)
-                # The preempted row is next: prefixes behind it must not keep it waiting.
+                # The preempted row goes next; prefixes behind it must not hold it up.
                 self._free_waiting_prefixes(waiting, running)
                 assert running, "the pool has room for one sequence: see allocate_kv"
         return rows - len(running)
 
     def _preempt(self, s, waiting):
-        """A running sequence returns its kv_blocks and goes to the front of the queue.
+        """Takes back a running sequence's kv_blocks and puts it at the front of the queue.
 
-        Its prompt and its tokens so far, except the last, become its own prefix, prefilled when it
-        resumes. It keeps position and key, so it draws what it would have drawn.
+        Its prompt and tokens so far, except the last, become its own prefix, prefilled when it
+        resumes. It keeps its position and key, and with them its random numbers.
         """
         self._release(s)
         s.prefix = Prefix((s.prompt + s.completion)[:-1], users=1)
@@ -335,7 +335,7 @@ class Sampler:
                 self.pool.free(s.prefix.blocks)
 
     def _decode_batch(self, running):
-        """The running rows on the device, copied there as one tensor."""
+        """Copies the running rows to the device as one tensor."""
         siblings = [0] * len(running)
         most_siblings = self.engine.most_siblings(len(running))
         first = 0
@@ -354,8 +354,8 @@ class Sampler:
         return DecodeBatch(*values[:, :columns].T.contiguous(), table=values[:, columns:])
 
     def _record(self, running, drawn, end_ids):
-        """Adds a window's tokens to the sequences and removes those that ended from the batch.
-        drawn: from the engine's decode(). Returns the number of new tokens.
+        """Adds a window's tokens to the sequences, removes those that ended from the batch, and
+        returns the number of new tokens. drawn: from the engine's decode().
         """
         tokens, logprobs, made = drawn
         logprobs = logprobs.cpu()
@@ -389,7 +389,7 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockPool:
-    """The numbers of the free kv_blocks. All others except 0 belong to a sequence or a prefix.
+    """The free kv_blocks, by number. All others except 0 belong to a sequence or a prefix.
 
     Number 0 is never handed out: it fills the unused columns of tables, and the spare rows of a
     CUDA graph write there.
@@ -402,19 +402,19 @@ class BlockPool:
         return len(self.free_blocks)
 
     def allocate(self, n: int) -> list[int]:
-        """Hands out n kv_blocks. The caller has checked that there are enough."""
+        """Hands out n kv_blocks. The caller checks that there are enough."""
         return [self.free_blocks.pop() for _ in range(n)]
 
     def free(self, blocks: list[int]) -> None:
-        """Takes kv_blocks back and empties the caller's list of them."""
+        """Takes kv_blocks back and empties the caller's list."""
         self.free_blocks += blocks
         blocks.clear()
 
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens that the sequences of a group share, prefilled once, and the kv_blocks of their keys
-    and values. These depend on adapter and noise, which must be the same for the entire group.
+    """Tokens that a group's sequences share, prefilled once, and the kv_blocks with their keys and
+    values. These depend on adapter and noise, which must be the same for the entire group.
     """
     tokens: list[int]
     users: int                                   # its sequences that have not ended
@@ -430,8 +430,8 @@ class Prefix:
 class Sequence:
     """An answer in progress: a prefix, then its own tokens.
 
-    Its last token, `token` at position `pos`, is not in the cache yet: the next decode step
-    computes its key and value, and draws the token at pos + 1.
+    Its last token, `token` at position `pos`, isn't in the cache yet: the next decode step computes
+    its key and value and draws the token at pos + 1.
     """
     row: int                                     # in Rollouts
     prompt: list[int]
@@ -491,11 +491,11 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
 # The engine: prefills and decode steps
 
 class DecodeBatch(NamedTuple):
-    """The running rows, as input of a window of decode steps: tensors on the device, (n,) int64.
+    """The running rows as input to a window of decode steps: (n,) int64 tensors on the device.
 
     siblings: rows that share a prefix are neighbors, and a kernel may read the prefix once for up
-    to engine.most_siblings(n) of them. The first of these rows stores how many they are; the
-    others store 0. Three rows that share a prefix, then one with another, are 3 0 0 1.
+    to engine.most_siblings(n) of them. The first of these rows stores their number, the others 0.
+    Three rows that share a prefix, then one with a different prefix, are 3 0 0 1.
     """
     token: Tensor                                # the next input
     pos: Tensor                                  # its position
@@ -513,8 +513,8 @@ class TorchEngine:
     (L, 2, kv_blocks, KV, KV_BLOCK, d). max_rows: for GraphEngine's buffers.
     """
     window = 1                                   # decode steps before the CPU reads the tokens
-    # kv_blocks up to which a prefill also takes waiting prefixes. A GPU reads all weights in every
-    # prefill, however short; on a CPU prefilling early saves nothing.
+    # Prefills take waiting prefixes up to this many kv_blocks. A GPU reads all weights in every
+    # prefill, however short; on a CPU, prefilling early saves nothing.
     prefill_ahead = 0
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
@@ -522,7 +522,7 @@ class TorchEngine:
         self.kv = kv
 
     def batch_size(self, n: int) -> int:
-        """How many rows a decode step of n running rows computes; no spare rows here."""
+        """How many rows a decode step computes for n running rows; no spare rows here."""
         return n
 
     def most_siblings(self, n: int) -> int:
@@ -545,7 +545,7 @@ class TorchEngine:
     def decode(self, batch: DecodeBatch, steps: int,
                sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         """Draws up to `steps` tokens for each row -> tokens (steps, n) int64, logprobs (steps, n)
-        fp32, and made (n,) int64, how many of a row's tokens count: those after its end do not.
+        fp32, and made (n,) int64, how many of a row's tokens count: those after its end don't.
         """
         model = self.model
         token = batch.token.clone()
@@ -602,7 +602,7 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
     writes the token's key and value to the row's last slot and attends to all slots up to it.
 
     q (n, H, d), k and v (n, KV, d) -> (n, H, d). table (n, width), prefix and pos (n,) as in
-    DecodeBatch. The drawing at the top shows the slots.
+    DecodeBatch. The diagram at the top of this file shows the slots.
     """
     start = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK       # slot of the first own token
     last = start + pos - prefix                                  # the new token's slot
@@ -639,7 +639,7 @@ def mix64(x: int) -> int:
 
 
 def row_key(seed: int, place: int, sample: int) -> int:
-    """The key of a sample's random numbers: 63 bits, to fit int64."""
+    """The key of a sample's random numbers: 63 bits, which fit int64."""
     key = 0
     for part in (seed, place, sample):
         key = mix64((key + part + 0x9E3779B97F4A7C15) & MASK64)
@@ -649,10 +649,10 @@ def row_key(seed: int, place: int, sample: int) -> int:
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """The random number of each row's next token: keys, positions (n,) int64 -> u (n,) in (0, 1).
 
-    positions: of the last tokens, after which the next ones are drawn. u is a hash: output number
-    `position`, counted from 0, of SplitMix64 started at `key`. kernels.uniform makes the same bits.
+    positions: of the rows' last tokens. u is a hash: output number `position`, counted from 0, of
+    SplitMix64 seeded with `key`. kernels.uniform makes the same bits.
     """
-    # Not a generator: its state would depend on which rows were drawn before.
+    # Not a generator, whose state would depend on which rows were drawn before.
     def shift(x, s):                             # logical: torch's >> of an int64 keeps the sign
         return (x >> s) & ((1 << (64 - s)) - 1)
     z = keys + (positions + 1) * (0x9E3779B97F4A7C15 - 2**64)
@@ -666,16 +666,16 @@ def running_sum(p: Tensor) -> Tensor:
     """Cumulative sums of each row: (n, V) -> (n, V).
 
     On a GPU torch sums a single row in an order that depends on timing (pytorch issue 75240), but
-    two or more rows in a fixed order. So a single row goes in twice.
+    two or more rows in a fixed order, so a single row goes in twice.
     """
     return (p.expand(2, -1) if len(p) == 1 else p).cumsum(-1)[:len(p)]
 
 
 def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Sets the logits (n, V) of tokens that must not be drawn to -inf, in place.
+    """Sets the logits (n, V) of tokens that top_k or top_p rule out to -inf, in place.
 
-    top_k keeps the top_k highest (and any that equal the lowest of them). Of these, top_p keeps the
-    smallest set of most likely tokens whose probabilities sum to top_p or more.
+    top_k keeps the top_k highest (and any that tie with the lowest of them). Of these, top_p keeps
+    the smallest set of most likely tokens whose probabilities sum to top_p or more.
     """
     assert top_k >= 0 and 0 < top_p <= 1, f"need {top_k=} >= 0 (0 is all) and 0 < {top_p=} <= 1"
     if top_k:
@@ -700,8 +700,8 @@ def draw_tokens(logits: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
         token = logits.argmax(-1)
     else:
         p = (logits - lse[:, None]).exp()
-        # A GPU sums in blocks, and between two blocks the sum can change by an ulp, even at a token
-        # of probability 0. Such a token must not be drawn.
+        # A GPU sums in blocks, and from one block to the next the sum can change by an ulp even at
+        # a token of probability 0, which must never be drawn.
         cdf = running_sum(p).masked_fill_(p == 0, 0.0)
         target = u * cdf.amax(-1)                # an fp32 sum of probabilities is not exactly 1
         token = (cdf > target[:, None]).byte().argmax(-1)        # the first one

@@ -1,28 +1,28 @@
 """
-QeRL's training loop: GRPO/DAPO of Qwen2.5 and Qwen3 with frozen 4-bit weights, LoRA and AQN.
+QeRL's training loop: GRPO/DAPO on Qwen2.5 and Qwen3 with frozen 4-bit weights, LoRA and AQN.
 
-    python train.py                            a tiny model that ships here: CPU, offline, 2 minutes
+    python train.py                            the bundled tiny model: CPU, offline, 2 minutes
     python train.py --model qwen2.5-7b         a real model on GSM8K, one GPU
-    python train.py --config recipes/paper.json              most settings of the paper's Table 4
+    python train.py --config recipes/paper.json              most of the paper's Table 4 settings
     python train.py --resume --out runs/x      continue the run in runs/x, with its settings
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 
-AQN, adaptive quantization noise, is Gaussian noise on the weights of the norms while sampling, off
-by default (--sigma-start). A training step has four parts, in train() at the end of this file:
+AQN (adaptive quantization noise) adds Gaussian noise to the norm weights while sampling; it's off
+by default (--sigma-start). Each step of train(), at the end of this file, has four parts:
 
-    sample    a group of G answers to each of P problems, with AQN's noise if it is on
-    score     grade each answer, and compare it with the others of its group
-    update    the adapter, so that the better answers of a group become more probable
-    report    the step's numbers and answers; at intervals also an evaluation and a checkpoint
+    sample    a group of G answers to each of P problems, with noise if AQN is on
+    score     grade each answer and compare it with the rest of its group
+    update    the adapter, to make the better answers in each group more likely
+    report    log metrics and answers; every so often, evaluate and save a checkpoint
 
-P problems x G answers are B rows, and rows [p * G, (p + 1) * G) answer problem p. The sampler
-records the log-probability of every token that it draws; grpo.py explains how the loss uses it.
-With several GPUs ("ranks") each samples and grades its share of the problems. Then every rank gets
-all rows, so advantages and weights do not depend on the number of ranks.
+P problems x G answers make B rows, and rows [p * G, (p + 1) * G) answer problem p. The sampler
+records the log-prob of every token it draws; grpo.py explains how the loss uses it. With several
+GPUs ("ranks"), each samples and grades its share of the problems. Then every rank gets all rows, so
+advantages and weights don't depend on the number of ranks.
 
 A run folder has run.json (settings, library versions, machine), metrics.jsonl (one line per step),
-samples.jsonl and held_out.jsonl (every answer with its verdict, from training and evaluations),
-adapter/ (in PEFT's format; model/ with --train full) and checkpoints/ (the last two).
+samples.jsonl and held_out.jsonl (every graded answer from training and evaluations), adapter/ (in
+PEFT's format; model/ with --train full) and checkpoints/ (the last two).
 
 Not here: setup (harness/setup.py), settings (harness/config.py).
 """
@@ -55,12 +55,12 @@ from tasks.problems import problems_at
 # Score
 
 def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
-    """The same rollouts, with `graded` filled in for each row: what samples.jsonl records of it.
+    """Fills in each row's `graded`, which goes into samples.jsonl, and returns the rollouts.
 
     grade() returns a dict for each row. `task` is the reward: 1 or 0, or with --reward the sum of
-    the user's `parts` except `shaping`. `format` is whether the answer has the form that the
-    prompt asked for, `finished` whether it ended before --max-new-tokens.
-    Adds `shaping`, that part or 0, and `reward`, task + shaping, which is only logged, since
+    the user's `parts` except `shaping`. `format` tells whether the answer has the form the prompt
+    asked for, `finished` whether it ended before --max-new-tokens. To these, score() adds `shaping`
+    (that part, or 0) and `reward` (task + shaping), which is only logged, since
     grpo.group_advantages takes the two separately.
     """
     for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
@@ -70,7 +70,7 @@ def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
 
 
 def column(rows: list[Row], key: str) -> torch.Tensor:
-    """One value of each graded row, (B,): float64, int64 or bool, as precise as Python's own."""
+    """One field of every graded row: (B,), with Python's precision (float64, int64 or bool)."""
     return torch.from_numpy(np.array([row.graded[key] for row in rows]))
 
 
@@ -78,10 +78,9 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
 # Update
 
 def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> list[torch.Tensor]:
-    """-> one tensor (B, L) per update on this batch: the weight of each token in its loss, 0 for
-    tokens outside the loss.
+    """One tensor (B, L) per update on this batch: each token's weight in the loss, 0 if not in it.
 
-    Two flags make several updates of one batch. With 4 groups of answers, a b c d:
+    Two flags split training on a batch into several updates. With 4 groups of answers, a b c d:
 
         --updates-per-rollout 2     [a b] [c d]             each row is trained on once
         --epochs 2                  [a b c d] [a b c d]     each row is trained on twice
@@ -98,13 +97,13 @@ def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> lis
 
 
 def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[float]:
-    """The rates of the `count` optimizer steps of training step `step`, of `steps` in the run."""
-    # + 0.5: the rate at an update's midpoint, so that a warm-up does not start at 0.
+    """The learning rates of the `count` updates in training step `step` of `steps`."""
+    # + 0.5: the rate at the update's midpoint, so that warm-up doesn't start at 0.
     return [learning_rate(optim, (step + (u + 0.5) / count) / steps) for u in range(count)]
 
 
 def learning_rate(optim: Optim, fraction: float) -> float:
-    """The rate when this fraction of the run, 0 to 1, is done: a warm-up, then --lr-schedule."""
+    """The learning rate this far into the run (0 to 1): warm-up, then --lr-schedule."""
     rising = optim.lr * fraction / optim.warmup if fraction < optim.warmup else optim.lr
     if optim.lr_schedule == "wsd":               # falls to 0 over the last quarter
         return min(rising, optim.lr * (4 * (1 - fraction)))
@@ -119,11 +118,11 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 
 def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Tensor],
            updates: list[Update], group_size: int) -> dict:
-    """The step's metrics; docs/metrics.md defines each.
+    """The step's metrics, defined in docs/metrics.md.
 
-    Most are means over all B rows of all ranks; those that compare log-probabilities are means over
-    the tokens that were trained on. The loss is not among them: advantages are centered, so its
-    value shows no progress.
+    Most are means over the B rows of all ranks; those that compare log-probs are means over the
+    trained tokens. The loss isn't reported, because with centered advantages its value says nothing
+    about progress.
     """
     rows = rollouts.rows
     graded = [row.graded for row in rows]
@@ -145,20 +144,21 @@ def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Ten
     learned = (advantages != 0) & in_some_update
     metrics["informative"] = informative.float().mean().item()
     metrics["groups"] = int(learned.view(-1, group_size).any(dim=1).sum())
-    # The distance between learner and sampler comes from the first update that trained a row, since
-    # the policy has not moved yet; the clip ratios come from the last one, where it has moved most.
+    # Compare learner and sampler in the first update that trained a row, before the policy has
+    # moved, and count clipped tokens in the last one, where it has moved most.
     trained = [one for one in updates if one.sums] or updates
     metrics |= grpo.summarize(trained[0].sums)
     last = grpo.summarize(trained[-1].sums)
     metrics |= {key: value for key, value in last.items() if key.startswith("clip_ratio")}
     metrics |= {"grad_norm": trained[-1].grad_norm, "lr": updates[-1].lr}
-    seconds = rollouts.seconds or math.inf       # 0: a user's sampling function did not set it
+    seconds = rollouts.seconds or math.inf       # 0 if a user's sampling function didn't set it
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
 
 
 def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
-    """Answers the held-out problems greedily, without noise, and logs the answers in held_out.jsonl
-    -> what this adds to the line in metrics.jsonl. sample: see train().
+    """Answers the held-out problems greedily, without noise, and logs them in held_out.jsonl.
+
+    Returns the metrics to add to the step's line in metrics.jsonl. sample: see train().
     """
     problems = share(run.held_out)
     places = share(range(len(run.held_out)))
@@ -174,8 +174,8 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     when = f"after {counted(steps_done, 'step')}" if steps_done else "before training"
     say(f"{when}: held-out {text}, in {time.perf_counter() - began:.1f} s")
 
-    # `step`: the line of metrics.jsonl with this evaluation. --resume drops these answers if that
-    # line is missing.
+    # `step` is the line in metrics.jsonl that has this evaluation. If that line is missing,
+    # --resume drops these answers.
     place = {"step": max(steps_done - 1, 0), "steps_done": steps_done}
     run.folder.log("held_out.jsonl", [place | row for row in graded])
     return metrics
@@ -184,8 +184,8 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
 def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
     """Writes the step's files. progress: after this step.
 
-    A signal such as Ctrl-C is held back until all files of the step are written. snapshot() copies
-    the step's state; a run that is stopped before the next step is recorded saves this copy.
+    Ctrl-C and other signals wait until they're all written. snapshot() copies the state in memory;
+    a run stopped before it records the next step saves that copy.
     """
     settings = run.settings
     samples = [{"step": metrics["step"], "advantage": advantage, **row.graded}
@@ -193,7 +193,7 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
     with signals_wait():
         run.folder.log("metrics.jsonl", [metrics])
         run.folder.log("samples.jsonl", samples)
-        # Before snapshot(): a run that dies here repeats the step and this file.
+        # Before snapshot(): a run that dies here redoes the step and this file.
         if settings.keep and progress.step % settings.keep == 0:
             run.folder.keep_adapter(f"step_{progress.step:06d}")
         run.folder.snapshot(dataclasses.asdict(progress))       # in memory
@@ -207,22 +207,22 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
 
 def sample_answers(sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
                    places: range | list) -> Rollouts:
-    """group_size answers to each problem. places: see Sampler.generate."""
+    """Samples group_size answers to each problem. places: see Sampler.generate."""
     prompts = [problem.prompt for problem in problems]
     return sampler.generate(prompts, group_size, sampling, places)
 
 
 def train(run: Run, sample: Callable = sample_answers) -> None:
-    """All steps of a run, starting at step 0 or at its checkpoint.
+    """Runs all steps, starting at step 0 or from the checkpoint.
 
-    sample: a function like sample_answers, for example one that answers in turns and calls a tool.
+    sample: a function like sample_answers, for example one that takes turns with a tool.
     """
     settings = run.settings
     steps, seed, G = settings.steps, settings.seed, settings.group_size
     sampling = Sampling(settings.max_new_tokens, run.tokenizer.end_ids, settings.temperature,
                         seed=seed)
     progress = begin(run)
-    if progress.step == 0:                       # repeated if the run dies before its first save
+    if progress.step == 0:                       # redone if the run dies before its first save
         before = evaluate(run, sample, 0)
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
@@ -232,7 +232,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         problems = problems_at(run.problems, seed, places)
         sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
                              settings.noise_stages, settings.noise_schedule)
-        with aqn.noisy_norms(run.model, sigma, seed, step):      # nothing else has noise
+        with aqn.noisy_norms(run.model, sigma, seed, step):      # everything else is noise-free
             local = sample(run.sampler, problems, G, sampling, places)
 
         # 2) Score. Then every rank gets all rows, in the same order.
@@ -265,17 +265,17 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         if progress.step == steps or progress.step % settings.eval_every == 0:
             metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)
-        run.watch.see(metrics, updates)          # it may end the run
+        run.watch.see(metrics, updates)          # may end the run
 
 
 def main(arguments: list[str] | None = None,
          change: Callable | None = None) -> Run:
-    """Runs a training run. arguments: the command line, by default sys.argv's.
+    """Trains a model. arguments: the command line, by default sys.argv's.
 
-    change(run) -> the run, perhaps with another `grade`, and the function that samples: see
+    change(run) returns the run, perhaps with another `grade`, and the sampling function; see
     examples/calculator.py and examples/try_again.py.
     """
-    with env.one_line():                         # a user error ends in one line, not a traceback
+    with env.one_line():                         # user errors: one line, no traceback
         settings, earlier = read_settings(arguments)
         run, sample = prepare(settings, earlier), sample_answers
         if change:

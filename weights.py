@@ -1,5 +1,5 @@
 """
-The folders of models, as Hugging Face has them: 16-bit weights, or NVFP4 of compressed-tensors.
+Model folders in Hugging Face's layout: 16-bit weights, or compressed-tensors NVFP4.
 
     folder = ModelFolder("qwen2.5-7b")                 config.json, read once
     files = WeightReader(folder, "nvfp4", device, torch.bfloat16)
@@ -7,13 +7,13 @@ The folders of models, as Hugging Face has them: 16-bit weights, or NVFP4 of com
     files.frozen(names, parts, k)                      linears, as one nvfp4.Weight
     save_model(tensors, source, out)                   a new folder, shard by shard
 
-A model may be larger than host memory. So tensors are read one at a time and written as they are
+A model may be larger than host memory, so tensors are read one at a time and written as they are
 made, with one shard in memory. Nothing is unpickled.
 
-Anything that would train silently wrong is a UserError that names the file: an architecture or a
-4-bit format that model.py does not implement, a tensor that it would ignore, a wrong shape, a NaN.
+Anything that would silently train wrong is a UserError that names the file: an architecture or a
+4-bit format that model.py doesn't implement, a tensor that it would ignore, a wrong shape, a NaN.
 
-Adapters, in PEFT's folders, and what each was trained with:
+Adapters in PEFT's layout, with a record of what each was trained with:
 
     runs/x/adapter/adapter_config.json           PEFT's: rank, alpha, the names of the linears
                   /adapter_model.safetensors     PEFT's: A and B of each linear
@@ -26,8 +26,8 @@ Adapters, in PEFT's folders, and what each was trained with:
     write_json(folder / TRAINED_WITH, training_conditions(...))
     tell_other_conditions(folder, conditions)    prints how they differ from training
 
-Only plain LoRA on every linear is read: other PEFT variants compute something else from the same
-tensors.
+Only plain LoRA on every linear can be read, because other PEFT variants compute something else from
+the same tensors.
 
 Not here: what the numbers mean (nvfp4.py, model.py, lora.py), atomic writes (files.py).
 """
@@ -59,11 +59,11 @@ from ranks import say
 # Finding a model
 
 def hub_id(name: str) -> str:
-    """--model -> its Hugging Face id. UserError if it cannot be one; nothing is looked up online.
+    """--model -> its Hugging Face id. UserError if it can't be one; nothing is looked up online.
 
     Short names mean the instruction-tuned models: qwen2.5-7b is Qwen/Qwen2.5-7B-Instruct and
-    qwen3-8b is Qwen/Qwen3-8B. They are lower case only: on the hub Qwen2.5-7B is a base model, so
-    that name without its owner could mean either.
+    qwen3-8b is Qwen/Qwen3-8B. They must be lower case, because on the hub Qwen2.5-7B is a base
+    model, so that name without its owner could mean either.
     """
     short = re.fullmatch(r"qwen(2\.5(-coder|-math)?|3)-[\d.]+b", name)
     if short:
@@ -75,8 +75,8 @@ def hub_id(name: str) -> str:
 
 
 def resolve(name: str | Path, weights: bool = True) -> Path:
-    """--model -> a local folder. A model on the hub is downloaded if it is not in the cache.
-    UserError if that fails. weights False: only configuration and tokenizer.
+    """--model -> a local folder, downloaded from the hub if it isn't in the cache. UserError if
+    that fails. weights False: only configuration and tokenizer.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -90,12 +90,12 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
 
 
 class ModelFolder:
-    """A model's folder and its config.json. A program makes one and passes it on.
+    """A model's folder and its config.json. A program makes one and passes it around.
 
     name: --model. path: the folder. config: what read_config() returns.
 
-    Of a model on the hub only configuration and tokenizer are downloaded. That takes seconds and is
-    enough to find most errors of a run before download() fetches 15 GB.
+    For a model on the hub, only configuration and tokenizer are downloaded at first. That takes
+    seconds and catches most errors before download() fetches 15 GB.
     """
 
     def __init__(self, name: str | Path):
@@ -104,7 +104,7 @@ class ModelFolder:
         self.config = read_config(self.path / "config.json")
 
     def download(self) -> None:
-        """Downloads the weights, if they are not here."""
+        """Downloads the weights if they aren't here yet."""
         resolve(self.name)
 
     @property
@@ -113,21 +113,21 @@ class ModelFolder:
         return self.config.get("max_position_embeddings") or math.inf
 
     def check_length(self, length: int) -> None:
-        """UserError if a prompt and its answer, `length` tokens together, are too long."""
+        """UserError if a prompt plus its answer, `length` tokens in all, is too long."""
         if length > self.max_positions:
             raise UserError(f"{self.path / 'config.json'}: max_position_embeddings is "
-                            f"{self.max_positions}, less than {length}, the tokens of prompt plus "
-                            "--max-new-tokens")
+                            f"{self.max_positions}, less than the {length} tokens of the prompt "
+                            "plus --max-new-tokens")
 
     def choose_base(self, base: str | None) -> str:
         """--base -> the format of the linears, by default NVFP4.
 
-        base None, if the user did not choose: 16 bits for a folder into which tools.convert merged
-        an adapter, or that --train full wrote, since 4 bits round away most of what training
-        changed. Asking for NVFP4, as train.py always does, prints a warning.
+        base None means the user didn't choose. That gives 16 bits for a folder with an adapter
+        merged by tools.convert, or written by --train full, since 4 bits round away most of what
+        training changed. Asking for NVFP4, as train.py always does, prints a warning.
         """
         trained = self.config.get("merged_adapter") or self.config.get("trained_from")
-        if self.config.get("quantization_config"):       # has no 16 bits to keep
+        if self.config.get("quantization_config"):       # no 16 bits to keep
             trained = None
         if trained and base == "nvfp4":
             say(f"{self.path}: rounding to nvfp4 loses most of what training changed: use --base "
@@ -135,7 +135,7 @@ class ModelFolder:
         return base or ("bf16" if trained else "nvfp4")
 
     def sha256(self) -> str:
-        """Identifies the weights. It covers the first 4,096 numbers of each tensor, since reading
+        """A digest of the weights. It covers the first 4,096 numbers of each tensor, since reading
         all of a 7B would take a minute.
         """
         shards = Shards(self.path)
@@ -149,21 +149,21 @@ class ModelFolder:
 # -----------------------------------------------------------------------------
 # What a model's config.json may say
 
-# Model families: the architecture in config.json -> the tensors of a layer's attention besides its
+# Model families: the architecture in config.json -> the tensors in a layer's attention besides its
 # four matrices.
 FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
             "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
 
-# Keys that change what a model computes, and the values that model.py implements. An absent key
-# means the first of them.
+# Keys that change what a model computes, and the values that model.py implements. If a key is
+# absent, the first value applies.
 COMPUTED = {"hidden_act": ["silu"], "use_sliding_window": [False], "rope_scaling": [None, {}],
             "partial_rotary_factor": [1], "layer_types": ["full_attention"],
             "rope_type": ["default"]}
 
 
 def read_config(path: Path) -> dict:
-    """The config.json of a model; `rope_theta` is filled in where newer files have
-    `rope_parameters`. UserError unless model.py implements this model.
+    """A model's config.json, with `rope_theta` filled in from newer files' `rope_parameters`.
+    UserError unless model.py implements this model.
     """
     config = read_json(path)
     rope = config.get("rope_parameters") or {}
@@ -186,7 +186,7 @@ def read_config(path: Path) -> dict:
 # Weights in
 
 def open_tensors(path: Path) -> safe_open:
-    """A safetensors file, for reading. UserError if it is cut off, OSError if it is missing."""
+    """Opens a safetensors file. UserError if it is cut off, OSError if it is missing."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:             # also if the header and the file's size disagree
@@ -194,17 +194,16 @@ def open_tensors(path: Path) -> safe_open:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Changes when a file is replaced or written to."""
+    """A value that changes when a file is replaced or written to."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
 
 
 class Shards:
-    """The tensors of a folder: of model.safetensors, or of the files that
+    """A folder's tensors, from model.safetensors or from the files that
     model.safetensors.index.json names. names: tensor name -> file.
 
-    The header of every file is checked at once: UserError if one is cut off, OSError if it is
-    missing.
+    Checks every file's header right away: UserError if one is cut off, OSError if it is missing.
     """
 
     def __init__(self, folder: str | Path):
@@ -213,7 +212,7 @@ class Shards:
         files = ["model.safetensors"]
         if index.exists():
             files = read_json(index)["weight_map"].values()
-        # Whatever an index says, it leads only to files in its own folder.
+        # Whatever an index says, only files in its own folder are read.
         paths = sorted({self.folder / Path(file).name for file in files})
         self.names = {name: path for path in paths for name in open_tensors(path).keys()}
         self.stamps = {path: stamp(path) for path in paths}
@@ -222,14 +221,14 @@ class Shards:
         if name not in self.names:
             raise UserError(f"{self.folder}: has no tensor {name} in its safetensors files")
         path = self.names[name]
-        # --train full replaces its model folder: half an old model and half a new one is neither.
+        # --train full replaces its model folder, and half old, half new would be neither model.
         if stamp(path) != self.stamps[path]:
-            raise UserError(f"{path}: was replaced while it was read; read it again")
+            raise UserError(f"{path}: was replaced while being read; try again")
         return open_tensors(path)
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        """A tensor as it is stored. UserError if no file has it. Its file is mapped into memory
-        only for this tensor.
+        """A tensor as stored. UserError if no file has it. Its file is mapped into memory only for
+        this tensor.
         """
         return self._file_with(name).get_tensor(name).to(device)
 
@@ -239,19 +238,19 @@ class Shards:
         found = self._file_with(name).get_slice(name)
         held = tuple(found.get_shape())
         if shape and held != shape:
-            raise UserError(f"{self.folder}: {name} has shape {held}, config.json says {shape}")
+            raise UserError(f"{self.folder}: {name} has shape {held}, but config.json says {shape}")
         if found.get_dtype() not in dtypes:
             raise UserError(f"{self.names[name]}: {name} is {found.get_dtype()}, expected "
                             f"{' or '.join(dtypes)}")
 
 
-# The linears of a layer, as in their tensors' names.
+# The names of a layer's linears in a checkpoint.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def tensor_name(architecture: str) -> re.Pattern:
     """Matches the name of every tensor that a model of this family may have; the regex group is the
-    layer's number. The last line is for tensors that some programs write and nothing here needs.
+    layer's number. The last line is for tensors that some programs write but nothing here needs.
     """
     return re.compile(rf"""
           (?:lm_head | model\.embed_tokens | model\.norm)\.weight
@@ -264,11 +263,10 @@ def tensor_name(architecture: str) -> re.Pattern:
 
 
 class WeightReader(Shards):
-    """The tensors of a model with 16-bit or NVFP4 weights, for linears in the format `base`.
+    """Reads the tensors of a model with 16-bit or NVFP4 weights, for linears in format `base`.
 
-    UserError if they cannot be converted to it, or if model.py would compute something else from
-    them than the model's authors do: if they are in another 4-bit format, or if it would ignore
-    some of them.
+    UserError if they can't be converted to it, are in another 4-bit format, or include some that
+    model.py would ignore, which would make it a different model.
     """
 
     def __init__(self, model: ModelFolder, base: str, device: torch.device, dtype: torch.dtype):
@@ -293,25 +291,25 @@ class WeightReader(Shards):
                   or f"{name}_packed" in self.names]             # bf16 next to its 4-bit codes
         if unused:
             raise UserError(f"{self.folder}: contains {len(unused)} tensors that config.json does "
-                            f"not explain, the first is {min(unused)}")
+                            f"not explain, such as {min(unused)}")
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
-        """A floating-point tensor of this shape, in its stored type. UserError if it has another
-        shape, or if a number in it is not finite. No shape: any.
+        """A floating-point tensor of this shape (by default any), in its stored type. UserError if
+        it has another shape or a number in it is not finite.
         """
         self.check(name, shape)
         tensor = self.get(name, self.device)
-        # In parts: isfinite() of a 32B's entire embedding would take another gigabyte.
+        # In parts, since isfinite() of a 32B's entire embedding would take another gigabyte.
         if not all(part.isfinite().all() for part in tensor.split(2**16)):
             raise UserError(f"{self.names[name]}: {name} contains NaN or infinity")
         return tensor
 
     def frozen(self, names: list[str], parts: list[int], k: int) -> nvfp4.Weight:
-        """The linears `names`, of parts[i] rows and k columns each, fused into one weight.
+        """The linears `names`, with parts[i] rows and k columns each, fused into one weight.
 
         16-bit weights are quantized to `base`. An NVFP4 folder's are used as they are, including
-        those that it keeps in 16 bits (`ignore` in its config.json). UserError if only some of
-        `names` are in 4 bits.
+        those it keeps in 16 bits (`ignore` in its config.json). UserError if only some of `names`
+        are in 4 bits.
         """
         if any(f"{name}.weight_packed" in self.names for name in names):
             for name, n in zip(names, parts):
@@ -326,7 +324,7 @@ class WeightReader(Shards):
 # -----------------------------------------------------------------------------
 # NVFP4 as compressed-tensors stores it
 #
-# Each linear of N rows and K columns is three tensors (nvfp4.py has the format itself):
+# Each linear of N rows and K columns is three tensors (nvfp4.py explains the format):
 #
 #     NAME.weight_packed        (N, K / 2)   uint8: two 4-bit codes per byte
 #     NAME.weight_scale         (N, K / 16)  float8_e4m3: one scale per scale_block of 16
@@ -345,14 +343,14 @@ NVFP4_CONFIG = {
 def check_nvfp4(section: object, path: Path) -> None:
     """UserError unless config.json says that the weights are stored as above.
 
-    Other programs' files look the same and mean something else: ModelOpt stores the global scale
-    itself, not its inverse. Only this section of config.json distinguishes them.
+    Other programs' files look the same but mean something else: ModelOpt stores the global scale
+    itself, not its inverse. Only this section of config.json tells them apart.
     """
     try:
         groups = section["config_groups"].values()
         known = groups and all(NVFP4_WEIGHTS.items() <= g["weights"].items() for g in groups)
         known = known and section["quant_method"] == "compressed-tensors"
-    except (AttributeError, KeyError, TypeError):                # a part is missing or no object
+    except (AttributeError, KeyError, TypeError):                # a part is missing or not a dict
         known = False
     if not known:
         raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only "
@@ -374,7 +372,7 @@ def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
 
 def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
                   global_scale: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (tensor name, tensor): the result of nvfp4.quantize for a linear, as it is stored."""
+    """Yields (tensor name, tensor): nvfp4.quantize's result for a linear, as it is stored."""
     yield f"{name}.weight_packed", packed.cpu()
     yield f"{name}.weight_scale", block_scale.cpu()
     yield f"{name}.weight_global_scale", (1 / global_scale).reshape(1).cpu()
@@ -383,7 +381,7 @@ def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
 # -----------------------------------------------------------------------------
 # Weights out
 
-SHARD_BYTES = 2**31                              # of an output file, in memory until written
+SHARD_BYTES = 2**31                              # per output file, in memory until written
 
 
 class Part(NamedTuple):
@@ -399,7 +397,7 @@ class Part(NamedTuple):
         return self.attribute != "qk_gains" and len(self.shape) == 2
 
     def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor of this shape -> (Hugging Face's name, tensor) of what is fused in it."""
+        """A tensor of this shape -> (Hugging Face's name, tensor) for each one fused in it."""
         for name, piece in zip(self.names, tensor.split(self.rows)):
             yield name, piece if self.is_matrix else piece.flatten()
 
@@ -438,14 +436,15 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: Path,
                notes: dict | None = None) -> None:
-    """Writes (name, tensor) pairs as the new model folder `out`; tokenizer and the rest are copied
-    from `source`. UserError if `out` is not empty.
+    """Writes (name, tensor) pairs to the new model folder `out`, with the tokenizer and the rest
+    copied from `source`. UserError if `out` is not empty.
 
-    notes: keys of config.json that describe the tensors; without quantization_config they are in 16
-    bits. The notes are read after the last tensor, so the generator of the tensors may add to them.
+    notes: keys of config.json that describe the tensors; without quantization_config they are
+    16-bit. The notes are read after the last tensor, so the generator of the tensors may add to
+    them.
     """
     config = read_json(source / "config.json")
-    # These describe the source's tensors. transformers 5 writes dtype for torch_dtype.
+    # These describe the source's tensors. transformers 5 writes dtype instead of torch_dtype.
     for key in ("quantization_config", "calibration", "dtype"):
         config.pop(key, None)
     with new_folder(out) as folder:
@@ -495,17 +494,17 @@ def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> No
 # Adapters
 
 class AdapterShape(NamedTuple):
-    """What adapter_config.json says about an adapter, by the names of train.py's settings."""
+    """An adapter's rank and alpha from adapter_config.json, named like train.py's settings."""
     lora_rank: int
     lora_alpha: float
 
 
 def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name: str, rank: int,
                alpha: float) -> None:
-    """Writes an adapter as PEFT does. OSError if the disk is full.
+    """Writes an adapter in PEFT's layout. OSError if the disk is full.
 
-    tensors: by PEFT's names, on the CPU. adapter_config.json names their linears, which need not be
-    all TARGETS: a fork that trains only some linears saves only those.
+    tensors: by PEFT's names, on the CPU. adapter_config.json lists their linears, which may be
+    fewer than TARGETS: a fork that trains only some linears saves only those.
     """
     folder = Path(folder)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
@@ -519,10 +518,10 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name:
     write_json(folder / "adapter_config.json", config)
 
 
-# The allowed values of some keys of adapter_config.json, and other keys that a plain LoRA adapter
-# may have. Each PEFT variant sets a key that is not here: use_rslora, modules_to_save, ...
+# Allowed values for some keys of adapter_config.json, and other keys that a plain LoRA adapter may
+# have. Each PEFT variant sets a key that isn't here: use_rslora, modules_to_save, ...
 PLAIN = {"peft_type": ["LORA"], "bias": ["none"],
-         # PiSSA and OLoRA subtract a part of the base's weights: their adapters fit only the rest.
+         # PiSSA and OLoRA subtract part of the base weights, so their adapters fit only the rest.
          "init_lora_weights": [True, "gaussian", "eva"]}
 OTHERS = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
           "exclude_modules", "inference_mode", "lora_alpha", "lora_dropout", "megatron_core",
@@ -530,8 +529,8 @@ OTHERS = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva
 
 
 def read_peft_config(folder: str | Path) -> AdapterShape:
-    """The shape of an adapter. UserError unless its adapter_config.json describes plain LoRA on
-    every linear.
+    """An adapter's shape. UserError unless adapter_config.json describes plain LoRA on every
+    linear.
     """
     path = Path(folder) / "adapter_config.json"
     inside = Path(folder) / "adapter"
@@ -549,8 +548,8 @@ def read_peft_config(folder: str | Path) -> AdapterShape:
 
 
 def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]]:
-    """The shape and the tensors of an adapter. UserError if read_peft_config() refuses it, or if
-    a number in it is not finite.
+    """An adapter's shape and tensors. UserError if read_peft_config() refuses it or a number in it
+    is not finite.
     """
     adapter = read_peft_config(folder)
     file = Path(folder) / "adapter_model.safetensors"
@@ -570,9 +569,9 @@ TRAINED_WITH = "trained_with.json"               # next to PEFT's files; other p
 
 def training_conditions(model: ModelFolder, base: str, prompt_style: str,
                         thinking: str) -> dict[str, str | None]:
-    """What an adapter depends on: the model, by the last part of its name, since models are copied
-    and Qwen2.5, -Coder and -Math have the same shapes; the format of the frozen weights; how their
-    codes were calibrated (None: they were not); the prompts; and --thinking.
+    """What an adapter depends on: the model (by the last part of its name, since models get copied
+    and Qwen2.5, -Coder and -Math have the same shapes), the format of the frozen weights, how their
+    codes were calibrated (None if they weren't), the prompts and --thinking.
     """
     return {"model": Path(model.name).name, "base": base,
             "calibration": model.config.get("calibration"), "prompt_style": prompt_style,
@@ -580,7 +579,7 @@ def training_conditions(model: ModelFolder, base: str, prompt_style: str,
 
 
 def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Prints what differs from an adapter's training. That may be intended, but costs accuracy.
+    """Prints what differs from an adapter's training. It may be intended, but it costs accuracy.
 
     conditions: all or some of training_conditions().
     """

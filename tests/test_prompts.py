@@ -183,7 +183,7 @@ def test_example_prompt_function_makes_a_conversation(monkeypatch):
     [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]])
 def test_invalid_prompt_function_result_is_rejected(monkeypatch, result):
     monkeypatch.setattr(prompts_py, "load_function", lambda name, flag: lambda problem: result)
-    with pytest.raises(UserError, match="--prompt-style my:ask: .* for problem x, got"):
+    with pytest.raises(UserError, match="--prompt-style my:ask: .* for problem x got"):
         encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask")
 
 
@@ -199,7 +199,7 @@ def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward, kept
     path.write_text("".join(json.dumps({"question": "q", "answer": a}) + "\n" for a in ("1", r"2^{\aleph_0}", "2")))
     settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
     assert [p.answer for p in usable_problems(settings, Tokenizer(TINY), str(path), "train")] == kept
-    assert ("x.jsonl: 1 problem left out" in capsys.readouterr().out) == (reward is None)
+    assert ("x.jsonl: 1 problem skipped" in capsys.readouterr().out) == (reward is None)
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
@@ -209,7 +209,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
     settings = SimpleNamespace(reward=None, prompt_style="plain", max_prompt_tokens=most)
     kept = usable_problems(settings, tokenizer, source, "train")
     assert [p.prompt for p in kept] == [tokenizer.chat(f"{i} + 1?") for i in (1, 22, 4)]
-    assert f"1 prompt left out, longer than --max-prompt-tokens {most}" in capsys.readouterr().out
+    assert f"1 prompt skipped, longer than --max-prompt-tokens {most}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count,asked,held", [(50, 49, 5), (50, 0, 5), (3000, 0, 256), (9, 4, 1), (50, 3, 3)])

@@ -209,12 +209,12 @@ L1 = "model.layers.1."
     ("tied", dict(hidden_size=128), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(head_dim=32), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(num_attention_heads=64), r"k_proj.bias has shape"),
-    ("tied", dict(num_hidden_layers=1), "first is model.layers.1"),
+    ("tied", dict(num_hidden_layers=1), "such as model.layers.1"),
     ("tied", dict(num_hidden_layers=3), "no tensor model.layers.2"),
     ("tied", dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
     ("qwen3-tied", dict(head_dim=16), r"q_norm.weight has shape \(32,\)"),
     ("qwen3-tied", dict(head_dim=None), r"q_norm.weight has shape \(32,\)"),
-    ("qwen3-tied", dict(architectures=["Qwen2ForCausalLM"]), "first is model.layers.0.self_attn.k_norm"),
+    ("qwen3-tied", dict(architectures=["Qwen2ForCausalLM"]), "such as model.layers.0.self_attn.k_norm"),
 ])
 def test_config_that_does_not_match_tensors_is_rejected(tiny, tmp_path, shape, config, named):
     case = tiny[shape]
@@ -223,7 +223,7 @@ def test_config_that_does_not_match_tensors_is_rejected(tiny, tmp_path, shape, c
 
 
 @pytest.mark.parametrize("shape,change,named", [
-    ("tied", lambda c: c.tensors | {"model.layers.9.x": torch.zeros(2)}, "first is model.layers.9.x"),
+    ("tied", lambda c: c.tensors | {"model.layers.9.x": torch.zeros(2)}, "such as model.layers.9.x"),
     ("qwen3-tied", lambda c: c.tensors | {L1 + "self_attn.v_proj.bias": torch.zeros(64)}, "v_proj.bias"),
     ("qwen3-tied", lambda c: drop(c, "1.self_attn.k_norm.weight"), "no tensor model.layers.1.self_attn.k_norm"),
     ("tied", lambda c: drop(c, L1 + "mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj.weight"),
@@ -232,7 +232,7 @@ def test_config_that_does_not_match_tensors_is_rejected(tiny, tmp_path, shape, c
     *(("tied", lambda c, name=name, value=value: with_value(c, name, value), f"{name} contains NaN")
       for name in ("model.norm.weight", "model.embed_tokens.weight", L1 + "self_attn.k_proj.bias",
                    L1 + "mlp.up_proj.weight") for value in (torch.nan, -torch.inf)),
-    ("tied", lambda c: quantized(c) | {L1 + "mlp.down_proj.weight": torch.zeros(2)}, "first .*down_proj.weight"),
+    ("tied", lambda c: quantized(c) | {L1 + "mlp.down_proj.weight": torch.zeros(2)}, "such as .*down_proj.weight"),
 ])
 def test_wrong_tensors_are_rejected(tiny, tmp_path, shape, change, named):
     case, tensors = tiny[shape], change(tiny[shape])
@@ -282,7 +282,7 @@ def test_ids_and_lengths_beyond_the_model_are_rejected(tiny):
     with pytest.raises(ValueError, match="tokenizer.json"):
         load(folder, device="cpu", live_vocab=vocab + 1)
     ModelFolder(folder).check_length(512)
-    with pytest.raises(UserError, match="config.json: max_position_embeddings is 512, less than 513"):
+    with pytest.raises(UserError, match="config.json: max_position_embeddings is 512, less than the 513"):
         ModelFolder(folder).check_length(513)
 
 
