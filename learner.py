@@ -167,8 +167,8 @@ class Learner:
         """
         trained = self._trained(batch, weights)
         total = {}
-        for numbers in self._share(batch, trained, rank, ranks):
-            loss, sums = self._micro_batch(batch, numbers, weights)
+        for indices in self._share(batch, trained, rank, ranks):
+            loss, sums = self._micro_batch(batch, indices, weights)
             loss.backward()
             total = grpo.add_sums(total, sums)
         batch.seen.update(trained)
@@ -184,30 +184,30 @@ class Learner:
         if grpo.CORRECTIONS[self.loss.correction].proximal != "old":
             return
         for weights in minibatches:              # dealt to the ranks as in the update
-            for numbers in self._share(batch, self._trained(batch, weights), RANK, WORLD):
-                tokens, starts, lengths = as_tokens([batch.rows[b] for b in numbers])
+            for indices in self._share(batch, self._trained(batch, weights), RANK, WORLD):
+                tokens, starts, lengths = as_tokens([batch.rows[b] for b in indices])
                 old, _ = self.model.token_logprobs(tokens, starts, self.temperature)
-                batch.old.update(zip(numbers, old.split(lengths)))
+                batch.old.update(zip(indices, old.split(lengths)))
 
     def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
-        """The numbers of the rows that an update trains on."""
+        """The indices of the rows that an update trains on."""
         # At advantage 0 only a KL term has a gradient; without one the row is skipped. The divisor,
         # which is already in the weights, still counts it.
         teaches = (batch.advantages != 0) | self.loss.needs_reference
         return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
 
     def _share(self, batch: Batch, trained: list[int], rank: int, ranks: int) -> list[list[int]]:
-        """One rank's micro-batches, as lists of row numbers."""
+        """One rank's micro-batches, as lists of row indices."""
         prompts = [batch.rows[b].prompt for b in trained]
         completions = [batch.rows[b].completion for b in trained]
         share = share_of_rank(prompts, completions, self.micro_batch_tokens, rank, ranks)
         return [[trained[i] for i in rows] for _, rows in share]
 
     def _micro_batch(self, batch, numbers, weights):
-        """The differentiable loss of the rows with these numbers, and their sums."""
+        """The differentiable loss of the rows with these indices, and their sums."""
         model = self.model
         device = model.device
-        rows = [batch.rows[b] for b in numbers]
+        rows = [batch.rows[b] for b in indices]
         tokens, starts, lengths = as_tokens(rows)
         policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_layers)
         reference = None
@@ -216,22 +216,22 @@ class Learner:
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         rollout = torch.cat([row.logprobs for row in rows]).to(device)
         # Without compute_old_logprobs(), a row's first pass keeps its log-probs for later ones.
-        for b, logprobs in zip(numbers, policy.detach().split(lengths)):
+        for b, logprobs in zip(indices, policy.detach().split(lengths)):
             if b not in batch.old:
                 # A rank keeps only its own rows' log-probs. That's enough, because every epoch
                 # deals the same rows to the same ranks.
                 assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
                 batch.old[b] = logprobs
-        old = torch.cat([batch.old[b] for b in numbers])
+        old = torch.cat([batch.old[b] for b in indices])
         row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-        weights = torch.cat([weights[b, :n] for b, n in zip(numbers, lengths)])
+        weights = torch.cat([weights[b, :n] for b, n in zip(indices, lengths)])
         # Tokens outside the loss, such as a tool's, are dropped only now: others attend to them.
         kept = weights.nonzero()[:, 0]
         row_of_token, weights = row_of_token[kept].to(device), weights[kept].to(device)
         kept = kept.to(device)
         logprobs = grpo.LogProbs(policy[kept], rollout[kept], old[kept],
                                  None if reference is None else reference[kept])
-        loss, sums = grpo.policy_loss(logprobs, batch.advantages[numbers].to(device), row_of_token,
+        loss, sums = grpo.policy_loss(logprobs, batch.advantages[indices].to(device), row_of_token,
                                       weights, self.loss)
         sums["entropy"] = entropy[kept].sum().double()           # detached by token_logprobs
         sums["loss"] = loss.detach().double()
