@@ -203,7 +203,7 @@ class Learner:
         share = share_of_rank(prompts, completions, self.micro_batch_tokens, rank, ranks)
         return [[trained[i] for i in rows] for _, rows in share]
 
-    def _micro_batch(self, batch, numbers, weights):
+    def _micro_batch(self, batch, indices, weights):
         """The differentiable loss of the rows with these indices, and their sums."""
         model = self.model
         device = model.device

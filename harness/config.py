@@ -55,7 +55,7 @@ def setting(default, text: str, allowed: str = "", choices=None, local: bool = F
 
 
 AT_LEAST_1 = "[1, 2e9]"
-MAX_ROWS = "[1, 32768]"                          # kernels count row * width in 32 bits
+ROWS_DECODED = "[1, 32768]"                    # kernels count row * width in 32 bits
 
 # -----------------------------------------------------------------------------
 # The settings. Each class is a section of --help; its docstring is the section's title.
@@ -119,7 +119,7 @@ class Rollout:
     temperature: float = setting(1.0, "softmax temperature of sampling and of all log-probs "
                                  "(as in the paper)", "[0.001, 1000]")
     max_rows: int | None = setting(None, "maximum number of answers decoded at once "
-                                   "(default: 512 if they fit, else 256)", MAX_ROWS)
+                                   "(default: 512 if they fit, else 256)", ROWS_DECODED)
 
 
 @dataclass(frozen=True)
