@@ -9,14 +9,14 @@ Every program imports this file first:
     with env.one_line(): ...
 
     wrong flag, file or folder; too little memory       one line on stderr, code 1   (one_line)
-    a closed stdout, as by `| head`                     nothing, code 1              (one_line);
+    stdout is closed, as by `| head`                    nothing, code 1              (one_line);
                                                         while a run trains, one line
-    SIGTERM, or SIGHUP of a closed terminal             one line on stderr, code 1   (one_line)
+    SIGTERM, or SIGHUP from a closed terminal           one line on stderr, code 1   (one_line)
     Ctrl-C, also while libraries are being imported     one line on stderr, code 130 (end_with_130);
                                                         while a run trains, code 1
     a bug of ours                                       its traceback, code 1        (the hook)
 
-Not here: how a training run saves its last step on the way out (harness/folder.py, ending_with).
+For how a training run saves its last step on the way out, see harness/folder.py (ending_with).
 """
 import argparse
 import os
@@ -38,15 +38,15 @@ from files import CONTINUE, Stopped, UserError, first_line
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
 
-# By default a waiting OpenMP thread spins, which keeps its core busy. Where cores are shared, it
-# may take that core from the very process it waits for: a run can take ten times as long.
+# By default a waiting OpenMP thread spins, which keeps its core busy. On shared cores, it may take
+# that core from the very process it's waiting for: a run can take ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# The CUDA allocator's segments grow in place instead of adding one for each new size, so less
+# Lets the CUDA allocator's segments grow in place instead of adding one for each new size, so less
 # memory is reserved.
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # `> log` and `| tee log` get each line at once, not after 8 KB, so a kill loses none. An ASCII
-# terminal or log gets \u03c0 for a letter that it lacks.
+# terminal or log gets \u03c0 for a letter it lacks.
 if hasattr(sys.stdout, "reconfigure"):
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
 
@@ -88,7 +88,7 @@ def stop_on_signal(number: int, frame: object = None) -> None:
 @contextmanager
 def one_line() -> Iterator[None]:
     """A context in which errors that the user can fix end the program with one line and code 1:
-    UserError, Stopped, OSError (a missing file, a full disk) and too little memory. Every other
+    UserError, Stopped, OSError (a missing file, a full disk) and too little memory. Any other
     exception is a bug of ours and keeps its traceback.
     """
     # An unhandled signal would end Python on the spot and leave a half-written folder behind.
@@ -107,8 +107,8 @@ def one_line() -> Iterator[None]:
     except (UserError, Stopped, OSError) as error:
         end_with(f"{program()}: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
-        # torch raises a plain RuntimeError when the host's memory is full, and a subclass of
-        # RuntimeError when a GPU's is. Both say "allocate".
+        # torch raises a plain RuntimeError when host memory is full, and a subclass of it when GPU
+        # memory is. Both say "allocate".
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
         end_with(f"{program()}: not enough memory: {first_line(error)}")
@@ -129,7 +129,7 @@ def alone() -> bool:
 
 def end_at_once(code: int) -> NoReturn:
     """Ends the process without Python's normal exit."""
-    # The normal exit destroys the process group, for which NCCL waits for all ranks, and library
+    # A normal exit destroys the process group, which makes NCCL wait for all ranks, and library
     # threads print tracebacks.
     try:
         sys.stdout.flush()
@@ -154,9 +154,9 @@ def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
 
 sys.excepthook = report_uncaught
 # While libraries are imported, a KeyboardInterrupt could get lost: each import ends in a weakref
-# callback, where Python ignores exceptions, and numpy and torch turn others into errors of their
-# own. Where torch is already imported, as in pytest, someone else handles Ctrl-C; in a script's
-# background job it is ignored.
+# callback, where Python ignores exceptions, and numpy and torch turn others into their own errors.
+# If torch is already imported, as in pytest, Ctrl-C is handled elsewhere. In a script's background
+# job, it is ignored.
 if "torch" not in sys.modules and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, end_with_130)
 
@@ -171,7 +171,7 @@ def provenance(hardware: str) -> dict:
     """Commit, versions, hardware, command and date, for run.json and the results of programs.
 
     A commit that ends in -dirty had uncommitted changes. None: no git, no repository, or a library
-    that is not installed.
+    that isn't installed.
     """
     def version(name):
         try:

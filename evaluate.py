@@ -1,5 +1,5 @@
 """
-Measure the accuracy of a model or a run, with training's sampler and grader.
+Measure the accuracy of a model or a run, using training's sampler and grader.
 
     python evaluate.py runs/x                   a run, on its held-out problems
     python evaluate.py runs/x --limit 0         ... on the full test split
@@ -7,10 +7,10 @@ Measure the accuracy of a model or a run, with training's sampler and grader.
 
 Answers are greedy by default; --samples N draws N per problem, for pass@k.
 docs/metrics.md defines the figures. If stdout is a file or a pipe, the last
-line has all of them as a JSON object.
+line is a JSON object with all of them.
 
---out receives each problem as it finishes. If you interrupt it, the accuracy in
-that file is too high, because short answers finish first and are right more
+--out gets each problem as it finishes. If you interrupt the program, accuracy
+in that file is too high, because short answers finish first and are right more
 often.
 """
 import argparse
@@ -45,7 +45,7 @@ from weights import ModelFolder, read_peft_config, tell_other_conditions, traini
 # Flags
 
 def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
-    """The flags of evaluate.py and tools.chat for the model and its sampling. style: the default of
+    """Adds the model and sampling flags of evaluate.py and tools.chat. style: the default of
     --prompt-style.
     """
     add = parser.add_argument
@@ -59,15 +59,15 @@ def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
         help="0: greedy (default: 0)")
     for name, default in dict(thinking="off", device=None, kernels=None, memory_gib=None).items():
         add_flag(parser, name, default)
-    add_flag(parser, "seed", 0, "random seed of the sampling (default: 0)")
+    add_flag(parser, "seed", 0, "random seed for sampling (default: 0)")
 
 
 def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
                                                                 Settings | None]:
     """-> the flags; the settings of the run on the command line, or None.
 
-    A run's settings are the defaults of the flags that exist here too. But a function that its
-    run.json names is somebody else's code, so the flag has to be repeated: UserError otherwise.
+    A run's settings become the defaults of the flags that exist here too. But a function that its
+    run.json names may be someone else's code, so its flag must be repeated: UserError otherwise.
     style: the default of --prompt-style without a run.
     """
     args = parser.parse_args()
@@ -76,7 +76,7 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
     run = None
     if args.run:
         if not Path(args.run, "run.json").exists():
-            raise UserError(f"{args.run}: is not a run folder, which has a run.json; for a model: "
+            raise UserError(f"{args.run} is not a run folder: it has no run.json; for a model, use "
                             f"--model {args.run}")
         run = config.settings_of_run(args.run)
         asked = dict(prompt_style=run.prompt_style, reward=run.reward)
@@ -89,7 +89,7 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
                             max_new_tokens=run.max_new_tokens, **asked)
         args = parser.parse_args()
     if args.model is None:
-        raise UserError("give the folder of a run, or --model")
+        raise UserError("give a run folder or --model")
     args.prompt_style = args.prompt_style or style
     if args.adapter == "none":
         args.adapter = None
@@ -97,40 +97,40 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
 
 
 def read_flags() -> tuple[argparse.Namespace, Settings | None]:
-    """The command line. UserError for all that can be refused before anything is loaded."""
+    """The command line. UserError for anything that can be rejected before loading."""
     parser = env.parser("[run] [flags]", __doc__)
     add_model_flags(parser, "boxed")
     add = parser.add_argument
-    add_flag(parser, "data", None, "as in train.py, of which the test split is used (default: the "
-             "problems that the run held out)")
+    add_flag(parser, "data", None, "as in train.py, but uses the test split (default: the problems "
+             "that the run held out)")
     add("--limit", type=number(int, "[0, 2e9]"), metavar="N", help="only the first N problems; "
         "0: all (default: as many as the run held out, or all of --data)")
-    add_flag(parser, "reward", None, "module:function, as in train.py, whose mean is reported too; "
+    add_flag(parser, "reward", None, "module:function, as in train.py, to report its mean too; "
              "none: not the run's")
     add("--samples", type=number(int, "[1, 1e5]"), default=1, metavar="N", help="answers per "
-        "problem; above 1, --temperature has the default 0.6 (default: 1)")
+        "problem; above 1, --temperature defaults to 0.6 (default: 1)")
     add("--top-p", type=number(float, "(0, 1]"), default=0.95, metavar="X", help="nucleus "
         "sampling: probability mass to draw from; 1: all (default: 0.95)")
     add("--top-k", type=number(int, "[0, 2e9]"), default=0, metavar="N", help="number of most "
         "likely tokens to draw from; 0: all (default: 0)")
-    add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or what "
-             "the model's positions allow)")
+    add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or less "
+             "if the model has too few positions)")
     add_flag(parser, "max_rows", 256, "maximum number of answers decoded at once (default: 256)")
     add("--out", metavar="FILE", help="new .jsonl file for every answer and its verdict")
     args, run = parse(parser, "boxed")
     if args.reward == "none":
         args.reward = None
     if not (args.data or run):
-        raise UserError("give the folder of a run, or --data")
+        raise UserError("give a run folder or --data")
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 0.6         # 0.6: as in the paper
     if args.temperature == 0:
         if args.samples > 1:
             raise UserError(f"--samples {args.samples} needs a --temperature above 0")
-        args.top_p, args.top_k = 1.0, 0          # the log-probs of greedy answers are the model's
+        args.top_p, args.top_k = 1.0, 0          # so greedy log-probs are the model's
     if args.out:
         if Path(args.out).exists():
-            raise UserError(f"--out {args.out} exists and is not overwritten")
+            raise UserError(f"--out {args.out} already exists: give a new file")
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     return args, run
 
@@ -167,12 +167,12 @@ def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFold
 
 
 def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Tokenizer) -> list:
-    """The problems, with prompts: of --data, or those that the run held out; with --limit, the
-    test split of the run's data if it has one. Sets args.data to where they come from.
+    """The problems, with prompts: those of --data, or those that the run held out; with --limit,
+    the test split of the run's data if it has one. Sets args.data to where they come from.
 
-    Without --reward, problems whose answer the grader cannot read are left out and counted, as in
-    training. UserError if none is left, or if the run's data has changed: what is now the end of a
-    file may be what the run was trained on.
+    Without --reward, problems whose answer the grader can't read are left out and counted, as in
+    training. UserError if none is left, or if the run's data has changed, since what is now the end
+    of a file may be what the run was trained on.
     """
     if not args.data and args.limit is not None and (run.eval_data or has_test_split(run.data)):
         args.data = run.eval_data or run.data
@@ -182,18 +182,18 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         args.data = run.eval_data or run.data
         if ":" in run.prompt_style:              # as on the command line: see parse()
             run = dataclasses.replace(run, prompt_style=args.prompt_style)
-        # With the run's --thinking, which affects which prompts are too long for it.
+        # With the run's --thinking, which affects which prompts were too long for it.
         trained_on, problems = split_problems(run, Tokenizer(tokenizer.folder, run.thinking))
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")
         if before != digest_of(trained_on + problems):
-            raise UserError(f"{args.run} was trained on other problems or prompts than "
-                            f"{args.data} has now: choose problems with --data")
+            raise UserError(f"{args.data} no longer has the problems or prompts that {args.run} "
+                            "was trained on: choose problems with --data")
     readable = [problem for problem in problems if args.reward or can_read(problem.answer)]
     unreadable = counted(len(problems) - len(readable), "problem")
     if not readable:
-        raise UserError(f"{args.data}: {unreadable}, and the grader can read the answer of none")
+        raise UserError(f"{args.data}: {unreadable}, but the grader can't read any of the answers")
     if len(readable) < len(problems):
-        say(f"{args.data}: {unreadable} left out, whose answers the grader cannot read")
+        say(f"{args.data}: {unreadable} left out because the grader can't read the answer")
     problems = readable[:args.limit or None]
     say(f"{counted(len(problems), 'problem')} of {args.data}")
     return encode_prompts(tokenizer, problems, args.prompt_style)
@@ -204,7 +204,7 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
 
 def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
            reward: plugin.Reward | None) -> list[dict]:
-    """-> the rows of all answers, in the order of the problems. A problem's rows go to --out when
+    """-> the rows of all answers, in the order of the problems. A problem's rows go to --out once
     its last answer is finished.
     """
     waiting = defaultdict(list)                  # problem -> its answers so far
@@ -240,7 +240,7 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
               dynamic_ncols=True, disable=None) as bar:
         sampler.generate(prompts, args.samples, sampling, progress=progress)
     rows = [row for i in sorted(done) for row in done[i]]
-    if args.out:                                 # so far in the order in which they ended
+    if args.out:                                 # until now in the order in which they ended
         write_atomically(args.out, "".join(map(json_line, rows)).encode())
     return rows
 
@@ -259,8 +259,8 @@ def figures_of(args: argparse.Namespace, rows: list[dict]) -> dict:
 
 
 def print_result(figures: dict, flags: dict, device: torch.device) -> None:
-    """Prints the figures, one per line, and then, unless stdout is a terminal, everything as one
-    JSON object.
+    """Prints the figures, one per line, then everything as one JSON object unless stdout is a
+    terminal.
 
     A mean with its interval is a list in the JSON, and "25.0 % [11.2, 46.9]" in the lines.
     """

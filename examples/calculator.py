@@ -1,17 +1,17 @@
 """
-Tool use inside an answer: the model calls a calculator by writing an expression and =.
+Tool use inside an answer: the model calls a calculator by writing an expression and a =.
 
     python -m examples.calculator --lr 1e-3 --steps 24     the bundled model learns to call it
 
-The model writes an answer in turns. A turn ends at "=". The result is then appended with mask 0,
-so that the model reads it without being trained on it, and the model continues:
+The model writes an answer in turns, each ending at "=". The result is then appended with mask 0, so
+the model reads it without being trained on it, and continues:
 
     Step by step: 7*9= | 15 | , 15-8= | 19 | . The answer is \\boxed{19}.
              sampled   tool  sampled   tool  sampled
 
-The bundled model knows small sums by heart. To make the tool necessary, results (and the right
-answers) count like a clock in the afternoon, from 13 to 24. For an ordinary calculator let `clock`
-return its argument, and choose another --model and --data.
+The bundled model knows small sums by heart. To make the tool necessary, results (and the known
+answers) wrap around like afternoon hours, from 13 to 24. For an ordinary calculator, let `clock`
+return its argument and choose another --model and --data.
 """
 import json
 import math
@@ -32,8 +32,8 @@ def clock(number: int) -> int:
 
 
 def calculate(text: str, problem: Problem | None = None) -> str:
-    """A tool: the result of the expression before the last = of a text; "" if there is none. It
-    needs no `problem`.
+    """A tool: the result of the expression before the = that ends a text; "" if there is none. It
+    doesn't need `problem`.
     """
     call = re.search(r"(?<!\d)\d{1,9}([-+*]\d{1,9})+=$", text)
     if not call:
@@ -45,11 +45,11 @@ def calculate(text: str, problem: Problem | None = None) -> str:
 
 
 class Turns:
-    """A function like train.sample_answers, for answers of several turns."""
+    """Replaces train.sample_answers, for answers in several turns."""
 
     def __init__(self, tokenizer, tool=calculate, calls=("=", " =")):
         """tool(the answer so far, its problem) -> the text to append. calls: texts whose last token
-        ends a turn; no control tokens, see try_again.py for <|im_end|>.
+        ends a turn, but not control tokens: for <|im_end|>, see try_again.py.
         """
         self.tokenizer = tokenizer
         self.tool = tool
@@ -63,12 +63,12 @@ class Turns:
         prompts = [problem.prompt for problem in problems]
         done = sampler.generate(prompts, group_size, turn, places)
         rows = done.rows
-        # Later turns have their own seed and a place for each answer. A turn starts at a later
-        # position than the one before, so its random numbers differ too.
+        # Later turns have their own seed and a place for each answer. Each starts at a later
+        # position than the one before, so their random numbers differ too.
         turn = turn._replace(seed=sampling.seed + 1)
         keys = [place * group_size + sample for place in places for sample in range(group_size)]
-        asking = [problem for problem in problems for _ in range(group_size)]    # of each row
-        open_rows = range(len(rows))             # that may continue after a call
+        asking = [problem for problem in problems for _ in range(group_size)]    # one per row
+        open_rows = range(len(rows))             # those that may continue after a call
         while calling := [i for i in open_rows if rows[i].completion[-1] in self.calls]:
             longer = {i: self.with_result(rows[i], asking[i]) for i in calling}
             open_rows = [i for i in calling if len(longer[i].completion) < limit]
@@ -87,7 +87,7 @@ class Turns:
         return done
 
     def with_result(self, row: Row, problem: Problem) -> Row:
-        """A row that ends with a call, and the tool's result."""
+        """A row that ends with a call, with the tool's result appended."""
         result = self.tool(self.tokenizer.decode(row.completion), problem)
         return row.with_text(self.tokenizer.encode(result))
 
@@ -103,7 +103,7 @@ def main() -> None:
     answers = [answer for answer, _ in read_log(run.folder.path / "samples.jsonl")]
     for step in (0, run.settings.steps - 1):
         calls = ["=" in answer["completion"] for answer in answers if answer["step"] == step]
-        print(f"step {step + 1}: {sum(calls) / len(calls):.0%} of answers call")
+        print(f"step {step + 1}: {sum(calls) / len(calls):.0%} of answers use the calculator")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """
-A custom reward: the built-in grader, plus a little for the format and against length.
+A custom reward: the built-in grader, plus a small bonus for format and a penalty for length.
 
     python train.py --model qwen2.5-1.5b --reward my_reward:score
 
-`correct` is the task. `shaping` counts only in groups with right and wrong answers, and cannot
-outvote the task: it is in [-0.5, 0.1], so the worst right answer gets 0.5 and the best wrong one
+`correct` is the task. `shaping` counts only in groups with both right and wrong answers, and can't
+outweigh the task: it is in [-0.5, 0.1], so the worst right answer gets 0.5 and the best wrong one
 0.1. train.py logs both, as reward_correct and reward_shaping.
 """
 import rewards
 
 LONGEST = 512                                    # your --max-new-tokens: set both together
-BUFFER = 128                                     # the last tokens, which cost something
-FORM = 0.1                                       # for an answer in the format asked for
-TOO_LONG = 0.5                                   # for one of LONGEST tokens
+BUFFER = 128                                     # the last tokens, which are penalized
+FORM = 0.1                                       # bonus for the requested format
+TOO_LONG = 0.5                                   # penalty at LONGEST tokens
 
 
 def score(completion: str, problem: dict, *, length: int) -> dict[str, float]:

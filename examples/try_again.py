@@ -1,5 +1,5 @@
 """
-A conversation of two turns: a wrong answer gets "Try again.", and then only the second counts.
+A two-turn conversation: a wrong answer gets "Try again.", and then only the second one counts.
 
     python -m examples.try_again --lr 1e-3 --steps 24 --max-new-tokens 96
 
@@ -7,7 +7,7 @@ A conversation of two turns: a wrong answer gets "Try again.", and then only the
                sampled                                  the user                          sampled
 
 The user's turn has mask 0: the model reads it without being trained on it. Both answers get the
-second one's advantage. Another environment changes `reply`, which sees the problem and the answer.
+second one's advantage. Other environments change `reply`, which sees the problem and the answer.
 """
 import dataclasses
 
@@ -19,14 +19,14 @@ from tasks.problems import Problem
 
 
 def reply(problem: Problem, graded: dict) -> str | None:
-    """What the user says to an answer, None to end the conversation. graded: a line of
+    """What the user replies to an answer, or None to end the conversation. graded: a line of
     samples.jsonl.
     """
     return None if graded["correct"] else "Try again."
 
 
 class Conversation:
-    """The functions that sample and grade a run of two turns."""
+    """The functions that sample and grade answers in two turns."""
 
     def __init__(self, run: Run):
         self.tokenizer: Tokenizer = run.tokenizer
@@ -47,7 +47,7 @@ class Conversation:
                 asked[i] = rows[i].with_text(self.tokenizer.user_turn(said))
         if not asked:
             return first
-        # Another seed and a place for each answer, or those of a group would be alike.
+        # A new seed, and a place per answer: a group's answers must not share random numbers.
         keys = [place * group_size + sample for place in places for sample in range(group_size)]
         second = sampler.generate([row.prompt + row.completion for row in asked.values()], 1,
                                   turn._replace(seed=sampling.seed + 1), [keys[i] for i in asked])
@@ -57,8 +57,8 @@ class Conversation:
                         first.preempted + second.preempted)
 
     def grade(self, problems: list, rows: list[Row]) -> list[dict]:
-        """Like Run.grade, which reads a row up to its first <|im_end|>: grades the last answer.
-        Adds `first`, whether the first one was right.
+        """Like Run.grade, which stops at a row's first <|im_end|>, but grades the last answer. Adds
+        `first`: whether the first one was right.
         """
         lasts = self.grade_one(problems, [last_answer(row) for row in rows])
         verdict = {"extracted", "rule", "correct", "format", "task", "parts"}    # parts: --reward

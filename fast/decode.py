@@ -1,17 +1,17 @@
 """
-The fast engine of the sampler: decode steps and short prefills as CUDA graphs, on a GPU.
+The sampler's fast engine: decode steps and short prefills as CUDA graphs, on a GPU.
 
-It takes sampler.TorchEngine's place and gives the same numbers, up to the order of fp32 sums.
+It replaces sampler.TorchEngine and returns the same numbers, up to the order of fp32 sums.
 
-A decode step of a 7B has about 260 launches, and Python needs longer to make them than the GPU to
-run them. So they are recorded once, as a graph, and everything between two matmuls is one kernel of
-kernels.py, or two around attention:
+A decode step of a 7B launches about 260 kernels, and Python takes longer to launch them than the
+GPU to run them. So they are captured once, as a graph, and everything between two matmuls is fused
+into one kernel from kernels.py, or two around attention:
 
     embed_kernel                     residual = embed[token]; the first norm
     in every layer
         qkv matmul
-        heads_kernel                 slabs, adapter, 1/rms, bias or norms of heads, rotary;
-                                     queries, KV cache
+        heads_kernel                 slabs, adapter, 1/rms, bias or q/k norms, rotary;
+                                     writes the queries and the KV cache
         attention_kernel             the new token's attention to its row's context
         o matmul
         residual_kernel              slabs, adapter, residual += o; the next norm
@@ -22,13 +22,13 @@ kernels.py, or two around attention:
     lm_head matmul
     chunk_kernel, pick_kernel        softmax, the draw; the row's state advances
 
-A row's state (kernels.RowState) is on the GPU, and the last kernel of a step advances it, so the
-host reads tokens only once per window of 8 steps.
+The rows' state (kernels.RowState) lives on the GPU and is advanced by the last kernel of a step, so
+the host reads tokens only once per window of 8 steps.
 
-A graph contains addresses, not values: adapters, norms and their noise are read in place, so an
-optimizer step needs no new capture.
+A graph contains addresses, not values. Adapters, norms and their noise are read in place, so an
+optimizer step doesn't require a new capture.
 
-Shapes: n rows (M of a matmul), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
+Shapes: n rows (a matmul's M), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
 query heads, KV key-value heads, d head size.
 """
 import functools
@@ -64,15 +64,15 @@ from model import Qwen
 from ops import mm_fp32
 from sampler import KV_BLOCK, DecodeBatch, Sampling, TorchEngine, fill_cache, filter_logits
 
-# The numbers of rows that have a graph, captured when first needed; other steps get spare rows.
+# The batch sizes that have a graph, captured when first needed. Other steps get spare rows.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512)
-WINDOW = 8              # steps between two reads by the host
-VOCAB_CHUNK = 2048      # logits of one program of chunk_kernel
-QUERY_TILE = 16         # queries of one program of attention_kernel: the side of an mma.sync
+WINDOW = 8              # steps between the host's reads
+VOCAB_CHUNK = 2048      # logits per program of chunk_kernel
+QUERY_TILE = 16         # queries per program of attention_kernel: the side of an mma.sync
 MAX_END_IDS = 16
-PREFILL_SIZES = (64, 128, 256, 512, 1024)  # tokens of prefills that are graphs
-# How much one program of the elementwise kernels does, by the number of rows of the step, at most.
-# `columns` does not apply to heads_kernel, whose programs take one head each. 128 columns cost half
+PREFILL_SIZES = (64, 128, 256, 512, 1024)  # token counts of the prefill graphs
+# How much each program of the elementwise kernels does, by the maximum number of rows in the step.
+# `columns` doesn't apply to heads_kernel, whose programs take one head each. 128 columns take half
 # as many instructions per number as 64, but with 16 rows or fewer they leave too few programs.
 PROGRAM_SIZES = {
     # rows: columns, heads (rows, warps), residual (rows, warps), swiglu (rows, warps)
@@ -81,12 +81,12 @@ PROGRAM_SIZES = {
     64: (128, (4, 4), (4, 8), (16, 4)),
     512: (128, (8, 8), (4, 4), (16, 8)),
 }
-NARROW_TILE = 64        # columns of a program if the rank is too large for 128
+NARROW_TILE = 64        # columns per program if the rank is too large for 128
 assert RowState._fields[:len(DecodeBatch._fields) - 1] == DecodeBatch._fields[:-1]  # for decode()
 
 
 def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Callable:
-    """The 4-bit matmul of a decode step: the faster one on this GPU, or kernels, "portable"."""
+    """The 4-bit matmul for decode steps. kernels: "portable", or None for the faster one here."""
     if kernels == "portable" or capability(device)[0] != 9:
         return portable_matmul
     from fast.hopper_fp4 import hopper_matmul  # Gluon, which no other GPU needs
@@ -96,31 +96,31 @@ def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Calla
 def finishing_kib(rank: int, columns: int) -> float:
     """KiB of shared memory that a program of swiglu_kernel needs to finish `columns` of gate|up.
 
-    For gate and for up it has a tile of B (R, columns) and 16 rows of x @ A.T in 16 bits, with R
-    padded to a power of two. No other kernel's need depends more on the rank.
+    Gate and up each take a tile of B (R, columns) and 16 rows of x @ A.T, in 16 bits, with R padded
+    to a power of two. No other kernel's need grows faster with the rank.
     """
     R = max(16, triton.next_power_of_2(rank))
     return 2 * 2 * R * (columns + 16) / 1024
 
 
 def check_rank(rank: int, device: torch.device) -> None:
-    """UserError for an adapter whose rank is too large for the GPU's shared memory."""
+    """UserError if the adapter's rank is too large for the GPU's shared memory."""
     has = shared_memory_kib(capability(device))
     needs = finishing_kib(rank, NARROW_TILE)
     if needs > has:
         fits = max(2**i for i in range(20) if finishing_kib(2**i, NARROW_TILE) <= has)
-        raise UserError(f"an adapter of rank {rank} needs {needs:,.0f} KiB of shared memory, and "
+        raise UserError(f"an adapter of rank {rank} needs {needs:,.0f} KiB of shared memory, but "
                         f"this GPU has {has} KiB: the largest rank that fits is {fits}")
 
 
 def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> AttentionPlan:
     """How attention_kernel divides a step of `pairs` = rows * key-value heads.
 
-    tile_siblings: how many rows' queries fit a program's tile. wide_steps_fit: whether a step of
-    128 tokens, which takes 128 KiB with heads of 128, fits in shared memory.
+    tile_siblings: how many rows' queries fit in a program's tile. wide_steps_fit: whether a step of
+    128 tokens, which takes 128 KiB with heads of size 128, fits in shared memory.
     """
-    # Up to 64 pairs are too few programs for an H200's 132 multiprocessors, so several share a row.
-    # With more pairs, joining and idle programs cost more than that saves.
+    # 64 pairs or fewer can't occupy an H200's 132 multiprocessors, so several programs share a row.
+    # With more pairs, joining their results and idle programs cost more than sharing saves.
     if pairs <= 64:
         splits = min(64, triton.next_power_of_2(triton.cdiv(132, pairs)))
         return AttentionPlan(splits, 1, 4, 32 if wide_steps_fit else 16)
@@ -128,16 +128,16 @@ def attention_plan(pairs: int, tile_siblings: int, wide_steps_fit: bool) -> Atte
         return AttentionPlan(1, 1, 8, 16)
     if pairs <= 264:
         return AttentionPlan(1, 1, 4, 16)
-    # Siblings read their prefix together (FlashInfer's cascade), which pays where the L2 cannot
-    # keep up. But each makes a program longer, and two programs per multiprocessor must remain.
+    # Siblings read their prefix together (FlashInfer's cascade), which pays off once the L2 can't
+    # keep up. But each makes its program longer, and two programs per multiprocessor must remain.
     siblings = min(tile_siblings, triton.next_power_of_2(triton.cdiv(pairs, 264)))
     return AttentionPlan(1, siblings, 4, 16)
 
 
 def launch_matmul(linear: Linear, x: torch.Tensor, decode_matmul: Callable) -> UnfinishedLinear:
-    """Launches the linear's matmul with x (n, K); a kernel of kernels.py finishes it.
+    """Launches the linear's matmul with x (n, K), which a kernel in kernels.py finishes.
 
-    decode_matmul: for few rows of a PackedWeight; all else takes expanded_matmul.
+    decode_matmul: used for few rows and a PackedWeight; everything else uses expanded_matmul.
     """
     R = linear.rank
     a = linear.working_a if R else None
@@ -145,7 +145,7 @@ def launch_matmul(linear: Linear, x: torch.Tensor, decode_matmul: Callable) -> U
     if not packed or linear.weight.expands(len(x)):
         decode_matmul = expanded_matmul
     slabs = decode_matmul(x, linear.weight, a)
-    b = linear.working_b if R else slabs.scale  # without an adapter nobody reads it
+    b = linear.working_b if R else slabs.scale  # never read without an adapter
     return UnfinishedLinear(
         slabs.sums, slabs.scale, b, linear.weight.N, slabs.sums.shape[2], slabs.k_tiles,
         slabs.stripe, slabs.a_pieces, constexpr(slabs.sums.shape[0]), constexpr(R))
@@ -154,32 +154,32 @@ def launch_matmul(linear: Linear, x: torch.Tensor, decode_matmul: Callable) -> U
 class GraphStore(dict):
     """key -> a function that replays a CUDA graph.
 
-    All graphs were captured under the same `settings`: whatever they depend on besides the key.
-    When the settings change, all graphs are dropped.
+    All graphs are captured under the same `settings`, which is everything they depend on besides
+    the key. When the settings change, they are all dropped.
     """
     settings = None
-    pool = None  # of the activations' memory: one for all graphs, since no two run at once
-    stream = None  # of captures: one for all, since cuBLAS keeps 32 MiB for each stream
+    pool = None  # memory for activations: one pool for all graphs, since no two run at once
+    stream = None  # for captures: one for all graphs, since cuBLAS keeps 32 MiB per stream
 
     def get_for(self, settings: Hashable, key: Hashable, launch: Callable) -> Callable:
-        """The replay of the graph `key`, captured from launch() if there is none yet."""
+        """The replay of graph `key`, which is captured from launch() if it doesn't exist yet."""
         if settings != self.settings:
             self.clear()
-            self.pool = None  # a pool without graphs cannot be used again
+            self.pool = None  # a pool without graphs can't be reused
             self.settings = settings
         if key not in self:
             self[key] = self.capture(launch)
         return self[key]
 
     def capture(self, launch: Callable) -> Callable:
-        """Records launch() -> the graph's replay. What launch() returns lives as long as the graph:
-        tensors that the graph writes to and nobody else references.
+        """Captures launch() -> the graph's replay. The graph keeps what launch() returns alive:
+        tensors that it writes to and nothing else references.
         """
         if not torch.cuda.is_available():  # in Triton's interpreter
             return launch
         self.stream = self.stream or torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())  # which has written launch()'s inputs
-        with torch.cuda.stream(self.stream):  # a real run: compiles kernels, starts cuBLAS
+        with torch.cuda.stream(self.stream):  # warm-up: compiles kernels, starts cuBLAS
             launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -190,23 +190,23 @@ class GraphStore(dict):
 
 
 class GraphEngine(TorchEngine):
-    """sampler.TorchEngine's fast twin. kernels: see decode_matmul_for. UserError for a model whose
-    sizes the kernels do not support.
+    """sampler.TorchEngine's fast twin. kernels: see decode_matmul_for. UserError if the kernels
+    don't support the model's sizes.
     """
     window = WINDOW
-    prefill_ahead = PREFILL_SIZES[-1] // KV_BLOCK - 1  # one prefix of a graph is of spare tokens
+    prefill_ahead = PREFILL_SIZES[-1] // KV_BLOCK - 1  # a graph's spare tokens are a prefix
 
     def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None = None):
         c = model.config
         if c.head_dim not in (64, 128):
-            raise UserError(f"heads of size {c.head_dim}: the GPU's kernels support 64 and 128")
+            raise UserError(f"heads of size {c.head_dim}: the GPU kernels support only 64 and 128")
         sizes = c.width, c.feed_forward, c.heads * c.head_dim
         if any(size % TILE_SIDE for size in sizes):
-            raise UserError(f"width, feed-forward and heads x head size are {sizes}: the GPU's "
-                            f"kernels support multiples of {TILE_SIDE}")
+            raise UserError(f"width, feed-forward and heads x head size are {sizes}: the GPU "
+                            f"kernels support only multiples of {TILE_SIDE}")
         if c.heads // c.kv_heads > QUERY_TILE:
-            raise UserError(f"{c.heads} query heads on {c.kv_heads} key-value heads: the GPU's "
-                            f"kernels support at most {QUERY_TILE} on each")
+            raise UserError(f"{c.heads} query heads for {c.kv_heads} key-value heads: the GPU "
+                            f"kernels support at most {QUERY_TILE} for each")
         if model.adapter:
             check_rank(model.adapter.rank, kv.device)
         super().__init__(model, kv, max_rows)
@@ -222,12 +222,12 @@ class GraphEngine(TorchEngine):
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=kv.device)
 
-        # What graphs read and write between steps: these tensors must keep their addresses.
+        # Graphs read and write these tensors between steps, so their addresses must not change.
         self.rows = zeros(len(RowState._fields), max_rows)
         self.state = RowState(*self.rows)
-        self.nobody = zeros(len(RowState._fields), 1)  # a spare row: it reads and writes block 0
+        self.nobody = zeros(len(RowState._fields), 1)  # a spare row, which reads and writes block 0
         self.nobody[RowState._fields.index("siblings")] = 1
-        self.table = None  # (max_rows, width), made at the first call, when the width is known
+        self.table = None  # (max_rows, width), made at the first call, once the width is known
         self.ends = zeros(MAX_END_IDS)
         self.inv_temperature = zeros(dtype=torch.float32)
         self.tokens = zeros(WINDOW, max_rows)
@@ -237,34 +237,34 @@ class GraphEngine(TorchEngine):
         self.freq = c.rope_theta ** (-half / c.head_dim)  # as in model.rope_table
         self.prefill_inputs = zeros(3, PREFILL_SIZES[-1])  # tokens, blocks, positions
         self.prefill_starts = zeros(PREFILL_SIZES[-1] // KV_BLOCK + 1, dtype=torch.int32)
-        self.graphs = GraphStore()  # its keys: (rows, greedy)
-        self.prefills = GraphStore()  # its keys: tokens
+        self.graphs = GraphStore()  # keys: (rows, greedy)
+        self.prefills = GraphStore()  # keys: tokens
 
     def batch_size(self, n: int) -> int:
-        """The rows that a step of n running rows computes: those of the next larger graph."""
+        """The rows that a step computes for n running ones: the next larger graph's."""
         return next(size for size in self.sizes if size >= n)
 
     def attention_plan(self, size: int) -> AttentionPlan:
-        """attention_kernel's, of the graph of `size` rows."""
+        """The AttentionPlan for the graph of `size` rows."""
         pairs = size * self.model.config.kv_heads
         return attention_plan(pairs, self.tile_siblings, self.wide_steps_fit)
 
     def most_siblings(self, n: int) -> int:
-        """As TorchEngine.most_siblings."""
-        # By the graph's rows, not the running ones: a program computes no row past its share.
+        """Like TorchEngine.most_siblings."""
+        # Based on the graph's rows, not the running ones: a program computes none past its share.
         return self.attention_plan(self.batch_size(n)).SIBLINGS
 
     @torch.no_grad()
     def decode(self, batch: DecodeBatch, steps: int,
                sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As TorchEngine.decode, for at most WINDOW steps."""
+        """Like TorchEngine.decode, for at most WINDOW steps."""
         n = len(batch.pos)
         ends = sorted(sampling.end_ids)
         assert len(ends) <= MAX_END_IDS, f"{len(ends)} end ids, at most {MAX_END_IDS}"
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, batch.table.shape[1])
         run = self.graph(self.batch_size(n), sampling)
-        self.rows[:len(batch) - 1, :n] = torch.stack(batch[:-1])  # all but the table, see the top
+        self.rows[:len(batch) - 1, :n] = torch.stack(batch[:-1])  # all but the table: see the top
         self.state.alive[:n] = batch.limit > batch.pos
         self.table[:n] = batch.table
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_END_IDS - len(ends))))
@@ -276,12 +276,12 @@ class GraphEngine(TorchEngine):
 
     @torch.no_grad()
     def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
-        """As TorchEngine.prefill. A short prefill is a graph: launching its 90 kernels per layer
-        from Python takes longer than they do.
+        """Like TorchEngine.prefill. Short prefills are graphs, because launching their 90 kernels
+        per layer from Python takes longer than running them.
         """
-        # A graph has a fixed number of tokens and of prefixes. Spare tokens become one more prefix,
-        # which goes to block 0; spare prefixes are empty. There are only size / 32 prefixes in all,
-        # since FlashAttention launches programs for empty ones too.
+        # A graph has a fixed number of tokens and prefixes. Spare tokens form one more prefix,
+        # which goes to block 0; spare prefixes are empty. The total is only size / 32 prefixes,
+        # because FlashAttention launches programs for empty ones too.
         T = len(tokens)
         n = len(lengths)
         size = next((s for s in PREFILL_SIZES if T <= s and n < s // KV_BLOCK), None)
@@ -302,14 +302,14 @@ class GraphEngine(TorchEngine):
         def launch():
             fill_cache(self.model, self.kv, *inputs,
                        lambda q, k, v: attend_spans(q, k, v, spans)[0])
-            return self.model.layers[0].qkv.scratch.flat  # kept: every W is expanded into it
+            return self.model.layers[0].qkv.scratch.flat  # kept alive: every W is expanded into it
 
         self.prefills.get_for(self.adapter_key(), size, launch)()
 
     def graph(self, size: int, sampling: Sampling) -> Callable:
         """The function that runs one step of `size` rows."""
-        # All are spare rows until decode() fills them in: capturing a graph runs a step, which must
-        # not touch a running row's cache.
+        # Until decode() fills them in, all are spare rows, because capturing a graph runs a step,
+        # which must not touch a running row's cache.
         self.rows[:, :size] = self.nobody
         self.table[:size] = 0
         settings = self.adapter_key(), sampling.top_k, sampling.top_p, self.model.live_vocab
@@ -319,13 +319,13 @@ class GraphEngine(TorchEngine):
         return run
 
     def adapter_key(self) -> Adapter | None:
-        """The adapter whose addresses a graph contains; None: no adapter is on."""
-        # Not its address, which another adapter may get once this one is freed.
+        """The adapter whose addresses a graph contains, or None if no adapter is on."""
+        # Not its address, which another adapter may reuse once this one is freed.
         adapter = self.model.adapter
         return adapter if adapter is not None and adapter.enabled else None
 
     def step(self, n: int, sampling: Sampling) -> None:
-        """Launches one step of rows [0, n): the list of kernels at the top of this file."""
+        """Launches the kernels listed at the top of this file: one step of rows [0, n)."""
         model = self.model
         pdl = self.pdl
         c = model.config
@@ -341,9 +341,9 @@ class GraphEngine(TorchEngine):
             return torch.empty(shape, dtype=dtype, device=self.kv.device)
 
         resid = new(n, D)
-        xw = new(n, D, dtype=model.dtype)  # the input of qkv, gate|up and lm_head
-        context = new(n, H * d, dtype=model.dtype)  # the input of o
-        hidden = new(n, F, dtype=model.dtype)  # the input of down
+        xw = new(n, D, dtype=model.dtype)  # input of qkv, gate|up and lm_head
+        context = new(n, H * d, dtype=model.dtype)  # input of o
+        hidden = new(n, F, dtype=model.dtype)  # input of down
         q = new(n, H, d, dtype=model.dtype)
         cos, sin = new(2, n, d // 2)
         per_split = n, H, plan.SPLITS
@@ -359,9 +359,9 @@ class GraphEngine(TorchEngine):
                 launch_matmul(linear, x, self.matmul), n, resid, into(norm), tile, rows,
                 num_warps=warps, **pdl)
 
-        # Launched without launch_pdl, this kernel begins after the entire previous step. It starts
-        # the chain that kernels.py describes, in which any kernel may read the rows' state before
-        # it waits.
+        # Launched without launch_pdl, this kernel starts after the entire previous step. It begins
+        # the chain described in kernels.py, in which any kernel may read the rows' state before
+        # its wait.
         norms = [layer.input_norm for layer in model.layers] + [model.final_norm]
         kernels.embed_kernel[n, tiles](
             self.state, model.embed, self.freq, resid, cos, sin, into(norms[0]), n, tile, d // 2,
@@ -387,10 +387,10 @@ class GraphEngine(TorchEngine):
         self.sample(xw, squares, sampling)
 
     def sample(self, xw: torch.Tensor, squares: RowSquares, sampling: Sampling) -> None:
-        """Launches the head and the draw, from the final norm's x * w (n, D) and its squares."""
+        """Launches the LM head and the draw. xw: the final norm's x * w (n, D)."""
         n = len(xw)
         V = self.model.live_vocab
-        # The full head, though only V of its rows are tokens: cuBLAS could not align rows of
+        # The full head, although only V of its rows are tokens: cuBLAS couldn't align rows of
         # 151,665 fp32 numbers.
         logits = mm_fp32(xw, self.model.lm_head.T)
         filtered = bool(sampling.top_k or sampling.top_p < 1.0)

@@ -1,19 +1,19 @@
 """
-The decode matmul of marlin_fp4.py again, faster, only for Hopper (sm_90).
+A faster version of marlin_fp4.py's decode matmul, for Hopper (sm_90) only.
 
-Read marlin_fp4.py first: layout, decoding, schedule and slabs are the same, and so is the result,
-up to the order of fp32 sums. What Hopper adds:
+Read marlin_fp4.py first. Layout, decoding, schedule and slabs are the same, and so is the result,
+up to the order of fp32 sums. Hopper adds:
 
 - A copy engine (TMA). One instruction copies a full tile to shared memory, and a barrier completes
-  when its bytes have arrived. One warp of a program only requests tiles.
-- wgmma. The tensor cores compute a product while the four warps that began it continue. W comes
+  when its bytes have arrived. One warp of each program does nothing but request tiles.
+- wgmma. The tensor cores compute a product while the four warps that started it carry on. W comes
   from registers, where it has just been decoded, and x from shared memory.
-- Dependent launch. A kernel begins while the one before it still runs, and requests its first
-  weights before the x that they multiply exists.
+- Dependent launch. A kernel starts while the previous one is still running, and requests its first
+  weights before the x they multiply exists.
 
-Plain Triton's compiler chooses which warp does what; in Gluon, its lower level, the program does.
+In plain Triton the compiler decides which warp does what; in Gluon, one level lower, you do.
 
-A program has two kinds of warps, which pass the slots of a ring in shared memory back and forth:
+A program has two kinds of warps, which hand the slots of a ring in shared memory back and forth:
 
       one producer warp                                   four consumer warps
     +--> wait until slot is empty                 +--> wait until slot is full
@@ -22,11 +22,12 @@ A program has two kinds of warps, which pass the slots of a ring in shared memor
     |    (the slot's `full` completes by itself)  |    mark the slot empty
     +--- next step, next slot                     +--- next step, next slot
 
-A step is one round of this loop: one tile of W, or a tile of LoRA's A, which is half as wide. Two
-to four programs share a multiprocessor and drift apart, so one decodes while another multiplies.
+A step is one iteration of this loop, which handles a tile of W, or one of LoRA's A, half as wide.
+Two to four programs share a multiprocessor and drift apart, so one decodes while another
+multiplies.
 
-Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x that
-one program multiplies.
+Shapes: M rows of x, N out_features, K in_features, R rows of LoRA's A, S slabs, BM rows of x per
+program.
 """
 from typing import NamedTuple
 
@@ -58,20 +59,20 @@ from marlin_fp4 import (
 )
 
 A_SIDE = tl.constexpr(A_TILE)
-# Rows of x up to which a finished piece leaves through shared memory, by the copy engine. A larger
-# one does not fit next to the ring and is stored from registers.
+# Up to this many rows of x, the copy engine stores finished pieces from shared memory. Larger ones
+# don't fit next to the ring and are stored from registers.
 MAX_COPIED_ROWS = tl.constexpr(64)
 
-# Layouts in shared memory, swizzled so that no two lanes of a load meet in one bank: rows of x and
-# of A (256 and 128 bytes), rows of codes (64 bytes), scales, finished fp32 sums.
+# Layouts in shared memory, swizzled to avoid bank conflicts: rows of x and A (256 and 128 bytes),
+# rows of codes (64 bytes), scales, finished fp32 sums.
 ROWS_256B = tl.constexpr(gl.NVMMASharedLayout(128, 16))
 ROWS_64B = tl.constexpr(gl.NVMMASharedLayout(64, 16))
 FLAT = tl.constexpr(gl.NVMMASharedLayout(0, 32))
 SUMS = tl.constexpr(gl.NVMMASharedLayout(128, 32, rank=3))
 # A layout in registers for (128, 2, 16) scales: row, scale_block of a plane, column within it. Each
-# scale is in the lane and register of the weights that it multiplies, which wgmma prescribes, so
-# spread_scales moves nothing between lanes. The lists say for each bit of register number, lane and
-# warp how far it moves along these three axes.
+# scale is in the lane and register where wgmma wants the weights it multiplies, so spread_scales
+# moves nothing between lanes. The lists give, for each bit of the register, lane and warp number,
+# how far it moves along these three axes.
 SCALED = tl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [64, 0, 0]],
     [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -79,36 +80,36 @@ SCALED = tl.constexpr(gl.DistributedLinearLayout(
 
 
 # -----------------------------------------------------------------------------
-# What travels together in the kernel
+# Arguments that travel together
 
 class TensorMaps(NamedTuple):
-    """Tensor maps: each matrix's shape, and the box of it that one copy takes."""
+    """Tensor maps: each matrix's shape, and the box that one copy transfers."""
     x: tl.tensor            # bf16 (M, K)                            box (BM, 128)
     codes: tl.tensor        # int16 (N/128 * K/128 * 128, 32)        box (128, 32)
     scales: tl.tensor       # int32 (N/128 * K/128, 256)             box (1, 256)
-    a: tl.tensor            # as x (R, K), LoRA's A; None without    box (64, 64)
+    a: tl.tensor            # like x (R, K), LoRA's A, or None       box (64, 64)
     slabs: tl.tensor        # fp32 (S, M, N)                         box (1, BM, 128)
 
 
 class Ring(NamedTuple):
-    """STAGES slots in shared memory, each with what one step multiplies."""
+    """STAGES slots in shared memory, each with the operands of one step."""
     x: tl.tensor            # (STAGES, BM, 128)
-    codes: tl.tensor        # (STAGES, 128, 32); a step of x @ A.T has (64, 64) of A in these bytes
+    codes: tl.tensor        # (STAGES, 128, 32); a step of x @ A.T keeps (64, 64) of A here
     scales: tl.tensor       # (STAGES, 1, 256)
     full: tl.tensor         # barriers: a slot's bytes have arrived
     empty: tl.tensor        # barriers: a slot has been multiplied
 
 
 class Stripe(NamedTuple):
-    """What one program walks: tiles `first` to `end` - 1 of the weight stream, or of A's bands."""
+    """One program's share: tiles `first` to `end` - 1 of the weight stream, or of A's bands."""
     is_a: tl.tensor
-    pid: tl.tensor          # the program's number among those of W
+    pid: tl.tensor          # the program's index among those of W
     m0: tl.tensor           # its first row of x
     first: tl.tensor
     end: tl.tensor
-    halves: tl.tensor       # steps to a tile: 1; for A, whose tiles are half as wide, 2
-    k_tiles: tl.tensor      # of the StripePlan
-    length: tl.tensor       # `stripe` of the StripePlan, or its a_stripe
+    halves: tl.tensor       # steps per tile: 1, or 2 for A, whose tiles are half as wide
+    k_tiles: tl.tensor      # the StripePlan's
+    length: tl.tensor       # the StripePlan's stripe or a_stripe
 
 
 # -----------------------------------------------------------------------------
@@ -116,9 +117,9 @@ class Stripe(NamedTuple):
 
 @gluon.jit
 def _fetch_weights(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
-    """Request a step's weights for `slot`: a tile of W, or (64, 64) of A.
+    """Requests a step's weights for `slot`: a tile of W, or (64, 64) of A.
 
-    The barrier expects x's bytes as well, so it completes only after _fetch_x.
+    The barrier also expects x's bytes, so it completes only after _fetch_x.
     """
     HAS_A: gl.constexpr = maps.a is not None
     X_BYTES: gl.constexpr = ring.x.shape[1] * 256
@@ -138,7 +139,7 @@ def _fetch_weights(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
 
 @gluon.jit
 def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
-    """Request the 128 columns of x that a step multiplies."""
+    """Requests the 128 columns of x that a step multiplies."""
     k = (stripe.first + step // stripe.halves) % stripe.k_tiles * 128
     bar = ring.full.index(slot)
     tma.async_copy_global_to_shared(maps.x, [stripe.m0, k], bar, ring.x.index(slot))
@@ -146,9 +147,9 @@ def _fetch_x(maps: TensorMaps, ring: Ring, stripe: Stripe, slot, step):
 
 @gluon.jit
 def _produce(maps: TensorMaps, ring: Ring, stripe: Stripe, steps, AHEAD: gl.constexpr):
-    """The producer warp: keeps the ring full from step AHEAD on, across bands as well."""
+    """The producer warp: keeps the ring full from step AHEAD on, even from band to band."""
     # A barrier counts its rounds modulo 2, and wait(bar, p) returns once a round of parity p is
-    # over. The producer waits for the previous round, hence the other parity; on a new barrier
+    # over. The producer waits for the previous round, hence the opposite parity. On a new barrier,
     # round -1 counts as over:
     #     round of a slot, step // STAGES      0  1  2  3
     #     the consumers wait for full with     0  1  0  1
@@ -166,23 +167,23 @@ def _produce(maps: TensorMaps, ring: Ring, stripe: Stripe, steps, AHEAD: gl.cons
 
 @gluon.jit
 def _times(plane, scale, W: gl.constexpr):
-    """A plane times its scales, in W, the register layout of wgmma's first operand."""
+    """A plane times its scales in W, the register layout of wgmma's first operand."""
     return plane * gl.convert_layout(spread_scales(scale), W, assert_trivial=True)
 
 
 @gluon.jit
 def _begin_product(acc, w, xs, k: gl.constexpr):
-    """Begin acc + w @ xs[:, k:k + columns of w].T; the tensor cores continue by themselves."""
+    """Starts acc + w @ xs[:, k:k + columns of w].T; the tensor cores run asynchronously."""
     xs = xs.slice(k, w.shape[1], 1).permute((1, 0))
     return warpgroup_mma(w, xs, acc, is_async=True)
 
 
 @gluon.jit
 def _multiply_tile(acc, words, word, xs, W: gl.constexpr):
-    """acc + the product of a tile, whose last planes are still being multiplied on return."""
+    """acc + a tile's product; its last planes are still being multiplied on return."""
     # A plane occupies 16 registers until the tensor cores have read it. With 32 or 64 rows of x
-    # there are enough for all four planes, and two planes make one product, which takes fewer
-    # instructions. Otherwise the waits keep at most two products in flight.
+    # there are enough registers for all four planes, so two planes form one product, which takes
+    # fewer instructions. Otherwise the waits keep at most two products in flight.
     s0, s1, s2, s3 = decode_scales(word, xs.dtype)
     w0, w1 = decode_planes(words, 0, xs.dtype)
     w2, w3 = decode_planes(words, 2, xs.dtype)
@@ -213,9 +214,9 @@ def _store_from_registers(acc, slabs_ptr, maps: TensorMaps, piece, row, rows, co
 
 @gluon.jit
 def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
-    """The consumer warps: multiply the stripe's tiles, store a piece wherever a band ends.
+    """The consumer warps: multiply the stripe's tiles and store a piece at the end of each band.
 
-    out: shared memory for a piece on its way out.
+    out: shared memory from which a piece is stored.
     """
     HAS_A: gl.constexpr = maps.a is not None
     STAGES: gl.constexpr = ring.x.shape[0]
@@ -233,9 +234,9 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 xs = ring.x.index(slot).slice(half * A_SIDE, A_SIDE, 1).permute((1, 0))
                 acc = warpgroup_mma(a.index(slot), xs, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                # A trap: one thread gives the slot back for all four warps. That they have all read
-                # it is due to a barrier that Triton puts before this, here and below; a test looks
-                # for it in the compiled kernel.
+                # A trap: one thread frees the slot for all four warps. They have all read it only
+                # because Triton puts a barrier before this, here and below; a test looks for it in
+                # the compiled kernel.
                 mbarrier.arrive(ring.empty.index(slot), count=1)
         piece = stripe.first % k_tiles // stripe.length
         row = stripe.first // k_tiles * A_SIDE
@@ -254,7 +255,7 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
                 words = ring.codes.index(slot).load(W)
                 acc = _multiply_tile(acc, words, word, ring.x.index(slot), W)
                 # All products must have read their planes before the next tile is decoded into the
-                # same registers, and x before the slot goes back.
+                # same registers, and x before the slot is freed.
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 i += 1
@@ -262,15 +263,15 @@ def _consume(maps: TensorMaps, ring: Ring, stripe: Stripe, out, slabs_ptr, N):
             if BM <= MAX_COPIED_ROWS:
                 tma.store_wait(0)  # the previous piece has left `out`
                 out.store(acc.permute((1, 0)).reshape(1, BM, 128))
-                fence_async_shared()  # the copy engine sees what the warps have written
-                # Rows past M and columns past N are dropped by the copy engine.
+                fence_async_shared()  # makes the warps' writes visible to the copy engine
+                # The copy engine drops rows past M and columns past N.
                 tma.async_copy_shared_to_global(
                     maps.slabs, [piece, stripe.m0, band * 128], out)
             else:
                 _store_from_registers(
                     acc, slabs_ptr, maps, piece, band * 128, N, 0, stripe.m0)
             tile = end
-        tma.store_wait(0)  # shared memory must live until the last piece has left it
+        tma.store_wait(0)  # shared memory must outlive the last copy from it
 
 
 # -----------------------------------------------------------------------------
@@ -281,11 +282,11 @@ def hopper_kernel(
     x_desc, codes_desc, scales_desc, a_desc, slabs_desc,  # TensorMaps; a_desc None: no adapter
     slabs_ptr,         # fp32 (S, M, width)    columns N .. N + R are x @ A.T
     N,                 # specialized: if 16 divides it, neighboring rows of W share a mask
-    k_tiles, stripe_length, a_stripe, a_programs,  # of the StripePlan
+    k_tiles, stripe_length, a_stripe, a_programs,  # the StripePlan's
     config: gl.constexpr,  # HopperConfig
     PDL: gl.constexpr,
 ):
-    """x @ [W; A].T as pieces in slabs. Axis 0 of the grid: programs; axis 1: BM rows of x each."""
+    """x @ [W; A].T as pieces in slabs. Grid axis 0: programs; axis 1: BM rows of x each."""
     BM: gl.constexpr = config.BM
     STAGES: gl.constexpr = config.num_stages
     AHEAD: gl.constexpr = config.ahead
@@ -305,7 +306,7 @@ def hopper_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
-    # This program's tiles: `length` from `first` on, as long as they are below `limit`.
+    # This program's tiles: `length` of them from `first` on, but only those below `limit`.
     pid = gl.program_id(0)
     is_a = pid < a_programs
     first = (pid - a_programs) * stripe_length
@@ -323,8 +324,8 @@ def hopper_kernel(
     stripe = Stripe(is_a, pid - a_programs, m0, first, end, halves, k_tiles, length)
     steps = (end - first) * halves
 
-    # The weights of the first AHEAD steps are requested before the kernel that makes x has ended.
-    # More would be ahead of x in the queue to memory.
+    # Request the weights of the first AHEAD steps before the kernel that computes x has ended. Any
+    # more would be ahead of x in the queue to memory.
     for step in gl.static_range(AHEAD):
         if step < steps:
             _fetch_weights(maps, ring, stripe, step, step)
@@ -343,24 +344,24 @@ def hopper_kernel(
 # Its launch
 
 class HopperConfig(NamedTuple):
-    """How hopper_kernel is launched for some number of rows of x."""
-    BM: int                 # rows of x that one program multiplies
-    num_stages: int         # slots of the ring
+    """How hopper_kernel is launched for a given number of rows of x."""
+    BM: int                 # rows of x per program
+    num_stages: int         # slots in the ring
     programs_per_sm: int    # programs that fit on a multiprocessor at once
-    ahead: int              # steps whose weights are requested before x is there
+    ahead: int              # steps whose weights are requested before x is ready
 
     @property
     def out_rows(self) -> int:
-        """Rows of `out` in shared memory; 8, unused, if pieces leave from registers."""
+        """Rows of `out` in shared memory; 8 unused ones if pieces are stored from registers."""
         return self.BM if self.BM <= MAX_COPIED_ROWS.value else 8
 
     @property
     def maxnreg(self) -> int:
-        """Registers of a thread at launch; the producer's warp group then keeps 24 of them."""
+        """Registers per thread at launch; the producer's warp group then keeps 24 of them."""
         return 65536 // (256 * self.programs_per_sm) // 8 * 8
 
 
-# Rows of x, at most -> HopperConfig(BM, num_stages, programs_per_sm, ahead)
+# Maximum rows of x -> HopperConfig(BM, num_stages, programs_per_sm, ahead)
 HOPPER_CONFIGS = {
     8: HopperConfig(8, 4, 4, 4),
     16: HopperConfig(16, 3, 4, 2),
@@ -368,7 +369,7 @@ HOPPER_CONFIGS = {
     64: HopperConfig(64, 3, 2, 1),
     256: HopperConfig(128, 2, 2, 1),
 }
-# (rows of x at most, N, K) -> a HopperConfig that is faster on an H200 for this linear of Qwen2.5.
+# (maximum rows of x, N, K) -> a HopperConfig that is faster on an H200 for this Qwen2.5 linear.
 TUNED_CONFIGS = {
     (8, 17920, 1536): HopperConfig(8, 6, 3, 2),
     (16, 1536, 8960): HopperConfig(16, 4, 3, 1),
@@ -398,11 +399,11 @@ def hopper_config(N: int, K: int, M: int) -> HopperConfig:
 def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
                   pdl: bool = False) -> MatmulSlabs:
     """The fast twin of marlin_fp4.portable_matmul: same arguments, same result. AssertionError on
-    another GPU.
+    other GPUs.
 
     pdl: requests the first weights and A, which no kernel of the chain may write, while the
-    previous kernel still runs, and waits for its end before reading x. fast/kernels.py has the
-    rule.
+    previous kernel is still running, and waits for it to end before reading x. fast/kernels.py
+    has the rules.
     """
     M, K = x.shape
     N = weight.N
@@ -410,7 +411,7 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
     assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
     config = hopper_config(N, K, M)
     R, plan, slabs = prepare_launch(x, weight, lora_a, config)
-    # Made at each launch, which happens once: decode steps are CUDA graphs.
+    # Made at every launch, but there is only one: decode steps are CUDA graphs.
     codes_map = TensorDescriptor.from_tensor(
         weight.codes.view(-1, TILE_SIDE // 4), [TILE_SIDE, TILE_SIDE // 4], ROWS_64B.value)
     scales_map = TensorDescriptor.from_tensor(

@@ -1,36 +1,36 @@
 """
-Triton kernels: everything in a decode step between two matmuls, and the learner's fast twins.
+Triton kernels: everything between the matmuls of a decode step, and the learner's fast twins.
 
-    the decode step        from the embedding to the draw; decode.py says which kernel comes when
-    the learner's twins    of the functions that ops.py and attention.py mark with
-                           @twin_in_kernels; those are the reference, in plain torch
+    the decode step        from the embedding to the draw; decode.py lists the kernels in order
+    the learner's twins    GPU versions of the functions marked @twin_in_kernels in ops.py and
+                           attention.py, which are the reference, in plain torch
 
 The matmuls themselves are in marlin_fp4.py and hopper_fp4.py.
 
-Finishing a linear. A matmul leaves slabs: partial sums of split-K, whose columns N .. are the
-adapter's x @ A.T. The kernel that reads them finishes the linear:
+Finishing a linear. A matmul leaves slabs: split-K partial sums, with the adapter's x @ A.T in the
+columns from N on. The kernel that reads them finishes the linear:
 
     y = (sum of W's slabs) * scale  +  round(sum of A's slabs) @ b.T
 
-It adds the slabs that were written, in order, and rounds where model.py rounds.
+It adds up the slabs that were written, in order, and rounds where model.py rounds.
 
-RMSNorm without a pass over the row. 1/rms needs a complete row, and no program here sees one. So a
-norm is split in two, as model.py explains: the kernel before a matmul writes x * w and the sum of
-squares of its own columns; the kernel after the matmul adds those sums up and multiplies by 1/rms.
+RMSNorm without a pass over the row. 1/rms needs a complete row, and no program here sees one, so
+each norm is split in two (see model.py). The kernel before a matmul writes x * w and the sum of
+squares of its own columns; the kernel after it adds up those sums and multiplies by 1/rms.
 
-Programmatic dependent launch (PDL, from sm_90 on). Launching takes longer than many of these
-kernels. So each kernel first allows the next one to be launched, and before it waits for the end of
-the previous one it loads what no kernel of the step writes: weights and the rows' state.
+Programmatic dependent launch (PDL, from sm_90 on). Many of these kernels run for less time than
+they take to launch. So each one first lets the next one launch. Then, before waiting for the
+previous one to end, it loads what no kernel of the step writes: weights and the rows' state.
 
     kernel 1   [let_next_kernel_start | load weights | wait | work .......... ]
     kernel 2             [let_next_kernel_start | load weights | wait ........ | work ...... ]
 
-Two rules keep this correct. Before its wait a kernel loads nothing that an earlier kernel of the
-step writes. And every kernel waits, even if it reads nothing of the previous one: only then have
-all earlier kernels ended once kernel n is past its wait. embed_kernel starts the chain: it is
-launched without PDL, after the entire previous step.
+Two rules keep this correct. Before its wait, a kernel loads nothing that an earlier kernel of the
+step writes. And every kernel waits, even if it reads none of the previous one's output, so once a
+kernel is past its wait, all earlier ones have ended. embed_kernel starts the chain; it is launched
+without PDL, after the entire previous step.
 
-Tensors are row-major, and contiguous unless a stride is named. Rows past M are masked.
+Tensors are row-major, and contiguous unless a stride is given. Rows past M are masked.
 
 Shapes: M rows, N out_features, R LoRA rank, S slabs, D width, F feed-forward, V vocabulary, H
 query heads, KV key-value heads, d head size, T tokens.
@@ -52,16 +52,16 @@ SPLITS_AT_ONCE = tl.constexpr(4)  # splits of a row that join_splits loads toget
 
 
 # -----------------------------------------------------------------------------
-# What travels together
+# Arguments that travel together
 
 class UnfinishedLinear(NamedTuple):
-    """A linear as its matmul left it (marlin_fp4.MatmulSlabs), and what finishes it."""
-    sums: tl.tensor         # fp32 (S, M, width)    columns N .. are x @ A.T
+    """A linear's matmul result (marlin_fp4.MatmulSlabs), and what it takes to finish it."""
+    sums: tl.tensor         # fp32 (S, M, width)    columns from N on: x @ A.T
     scale: tl.tensor        # fp32 (N,)
     b: tl.tensor            # (N, R)                LoRA's B, times alpha / rank
     N: tl.tensor
     width: tl.tensor        # columns of a slab: N + R, rounded up
-    k_tiles: tl.tensor      # these two tell how many slabs have a piece of a column of W:
+    k_tiles: tl.tensor      # these two determine how many slabs have a piece of a column of W:
     stripe: tl.tensor       # marlin_fp4.w_pieces
     a_pieces: tl.tensor     # slabs that have a piece of x @ A.T
     S: tl.constexpr
@@ -69,55 +69,55 @@ class UnfinishedLinear(NamedTuple):
 
 
 class RowSquares(NamedTuple):
-    """Sums of squares of the residual's rows, of which the reader makes 1/rms."""
-    sums: tl.tensor         # fp32 (M, TILES)       one for each program's columns
+    """Sums of squares of the residual's rows, from which the reader computes 1/rms."""
+    sums: tl.tensor         # fp32 (M, TILES)       one per row and program
     eps: tl.tensor
     D: tl.tensor
     TILES: tl.constexpr
 
 
 class NextNorm(NamedTuple):
-    """The norm in front of the next matmul, and where its two results go."""
+    """The norm before the next matmul, and where its two results go."""
     weight: tl.tensor       # fp32 (D,)
     noise: tl.tensor        # fp32 (D,)             AQN's
-    xw: tl.tensor           # (M, D)                takes x * (weight + noise), rounded
-    squares: RowSquares     # takes the squares of x
+    xw: tl.tensor           # (M, D)                output: x * (weight + noise), rounded
+    squares: RowSquares     # output: sums of x^2
 
 
 class HeadTerms(NamedTuple):
-    """What a head of q or k gets after the product; a model has biases or norms, not both."""
+    """Biases of q, k and v, or norms of q's and k's heads. A model has one or the other."""
     bias: tl.tensor         # fp32 (N,), or None
     gains: tl.tensor        # fp32 (2, d): weights of the norms of q's and k's heads, or None
-    EPS: tl.constexpr       # of these norms
+    EPS: tl.constexpr       # the norms'
 
 
 class RotaryTable(NamedTuple):
-    """The rotary angles of this step."""
+    """This step's rotary angles."""
     cos: tl.tensor          # fp32 (M, d / 2)
     sin: tl.tensor
 
 
 class RowState(NamedTuple):
-    """Each row's state, int64 (M,): sampler.DecodeBatch without its table, and what pick_kernel
-    counts.
+    """Each row's state, int64 (M,): sampler.DecodeBatch without its table, plus pick_kernel's
+    counters.
     """
     token: tl.tensor        # the next input
     pos: tl.tensor          # its position
     prefix: tl.tensor       # tokens of the row's prefix
-    siblings: tl.tensor     # of neighbors that share a prefix (at most the plan's SIBLINGS) the
-                            # first has their number, the others 0: 8 rows cut by 3 are
-                            # 3 0 0 3 0 0 2 0
+    siblings: tl.tensor     # neighbors that share a prefix form chunks of at most the plan's
+                            # SIBLINGS; the first row has the chunk's size, the others 0.
+                            # 8 rows in chunks of 3: 3 0 0 3 0 0 2 0
     limit: tl.tensor        # the last position
-    key: tl.tensor          # of the row's randomness
-    alive: tl.tensor        # 0: the row has ended, and repeats its last step without effect
-    made: tl.tensor         # tokens of this window that count
-    step: tl.tensor         # of this window
+    key: tl.tensor          # seeds the row's random numbers
+    alive: tl.tensor        # 0: the row has ended and repeats its last step, without effect
+    made: tl.tensor         # valid tokens in this window
+    step: tl.tensor         # index within this window
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, and which KV blocks are whose."""
+    """One layer's keys and values, and the table of which row uses which KV blocks."""
     kv: tl.tensor           # (2, blocks, KV, KV_BLOCK, d)
-    plane: tl.tensor        # elements from a key to its value
+    plane: tl.tensor        # offset from a key to its value
     table: tl.tensor        # int64 (M, width)      each row's KV blocks: its prefix's, then its own
     width: tl.tensor
     KV: tl.constexpr
@@ -126,23 +126,23 @@ class LayerCache(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """How attention_kernel cuts its work up; decode.attention_plan chooses it."""
-    SPLITS: int             # programs that share a row's context, at most
-    SIBLINGS: int           # rows with one prefix that a program does together, at most
-    WARPS: int              # of a program
-    TOKENS: int             # that a warp reads in one step, all from one KV block
+    """How attention_kernel divides its work, as chosen by decode.attention_plan."""
+    SPLITS: int             # maximum programs that share a row's context
+    SIBLINGS: int           # maximum rows with the same prefix that a program handles together
+    WARPS: int              # per program
+    TOKENS: int             # per warp and step, all from one KV block
 
 
 class SplitSoftmaxes(NamedTuple):
-    """Where the programs that share a row leave their softmaxes, for the last of them to join."""
+    """Where programs that share a row leave their softmaxes for the last one to join."""
     acc: tl.tensor          # fp32 (M, H, SPLITS, d)   sums of 2^(logit - largest) * value
     tops: tl.tensor         # fp32 (M, H, SPLITS)      largest logits
     masses: tl.tensor       # fp32 (M, H, SPLITS)      sums of 2^(logit - largest)
-    counters: tl.tensor     # int32 (M, KV)            programs that are done; left at 0
+    counters: tl.tensor     # int32 (M, KV)            programs that are done; reset to 0
 
 
 class LogitChunks(NamedTuple):
-    """The logits that a token is drawn from, and a summary of each chunk of a row."""
+    """The logits to draw tokens from, and a summary of each chunk of a row."""
     x: tl.tensor            # fp32 (M, stride)
     stride: tl.tensor
     V: tl.tensor            # columns that are tokens
@@ -150,8 +150,8 @@ class LogitChunks(NamedTuple):
     inv_temperature: tl.tensor  # fp32 ()
     tops: tl.tensor         # fp32 (M, chunks)      largest logit
     masses: tl.tensor       # fp32 (M, chunks)      sum of exp(logit - the chunk's largest)
-    SCALED: tl.constexpr    # x is divided by rms and temperature already
-    CHUNK: tl.constexpr     # columns of a chunk
+    SCALED: tl.constexpr    # x is already divided by rms and temperature
+    CHUNK: tl.constexpr     # columns per chunk
 
 
 # -----------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class LogitChunks(NamedTuple):
 @triton.jit
 def load_linear(y: UnfinishedLinear, first, BN: tl.constexpr):
     """Loads what finishes BN columns from `first` on, all in one band of the matmul -> the columns,
-    their scale, b (R padded to a power of two, BN), how many slabs have a piece of them.
+    their scale, b (R padded to a power of two, BN), and how many slabs have a piece of them.
 
     A step writes none of this, so kernels call it before they wait.
     """
@@ -172,17 +172,17 @@ def load_linear(y: UnfinishedLinear, first, BN: tl.constexpr):
 
 @triton.jit
 def slab_sums(y: UnfinishedLinear, M, tiles):
-    """The sum of the first `count` slabs, in order, of each tile (at, live, count).
+    """For each tile (at, live, count), the sum of its first `count` slabs, in order.
 
     at: places of the tile's elements in a slab; live: which of them are wanted.
     """
-    # The sum runs to S, which is known at compile time, and the loads are masked by `count`, so
-    # that the compiler can issue the loads of several slabs together.
+    # The sum runs to S, a compile-time constant, and `count` masks the loads, so the compiler can
+    # issue the loads of several slabs together.
     slab = M.to(tl.int64) * y.width
     sums = ()
     if tiles[0][0].shape[0] <= 2:
-        # Few elements: slabs side by side along an axis, then reduced, so that every thread has
-        # something to load. With many elements that tensor would spill registers.
+        # Few elements: load all slabs side by side and reduce that axis, so every thread has
+        # something to load. With many elements, that tensor would spill registers.
         s = tl.arange(0, triton.next_power_of_2(y.S))[:, None, None]
         for t in tl.static_range(len(tiles)):
             at, live, count = tiles[t]
@@ -190,9 +190,9 @@ def slab_sums(y: UnfinishedLinear, M, tiles):
             side_by_side = tl.load(y.sums + s * slab + at[None], mask=mask, other=0.0)
             sums += (tl.sum(side_by_side, axis=0),)
     else:
-        # Two traps. With a loop for each tile, the second's loads would wait behind the barrier at
-        # the end of the first. With static_range over slabs, the unrolled loads would get the
-        # layout of the dot that follows, through shared memory.
+        # Two traps. With one loop per tile, the second loop's loads would wait behind the barrier
+        # at the end of the first. With static_range over slabs, the unrolled loads would take on
+        # the layout of the following dot, through shared memory.
         for t in tl.static_range(len(tiles)):
             sums += (tl.zeros(tiles[t][0].shape, tl.float32),)
         for s in range(y.S):
@@ -209,8 +209,8 @@ def slab_sums(y: UnfinishedLinear, M, tiles):
 def finish_linear(y: UnfinishedLinear, M, row, loaded, parts):
     """-> tiles (rows, BN) of the linear in fp32, one for each of `loaded` (load_linear).
 
-    parts: for each tile, or for all of them, the part of the fused matrix (q|k|v, gate|up) that it
-    belongs to: each part has its own R columns of x @ A.T.
+    parts: the part of the fused matrix (q|k|v, gate|up) that each tile, or all of them, belongs to.
+    Each part has its own R columns of x @ A.T.
     """
     live = (row < M)[:, None]
     r = tl.arange(0, max(16, triton.next_power_of_2(y.R)))[None, :]
@@ -227,7 +227,7 @@ def finish_linear(y: UnfinishedLinear, M, row, loaded, parts):
         _, scale, b, _ = loaded[t]
         scale = tl.broadcast_to(scale[None, :], sums[t].shape)
         if y.R > 0:
-            # Rounded as the learner rounds x @ A.T: to the type of the next matmul's input.
+            # Rounded like the learner's x @ A.T, to the dtype of the next matmul's input.
             xa = sums[len(loaded) + min(t, len(parts) - 1)].to(b.dtype)
             finished += (tl.fma(sums[t], scale, tl.dot(xa, b, input_precision="ieee")),)
         else:
@@ -237,7 +237,7 @@ def finish_linear(y: UnfinishedLinear, M, row, loaded, parts):
 
 @triton.jit
 def row_rstd(squares: RowSquares, row, live):
-    """1/rms of rows: row and live are (rows, 1) and the result (rows,), or all are scalars."""
+    """1/rms of rows. row and live are (rows, 1) and the result (rows,), or all are scalars."""
     t = tl.arange(0, triton.next_power_of_2(squares.TILES))
     mask = live & (t < squares.TILES)
     sums = tl.load(squares.sums + row * squares.TILES + t, mask=mask, other=0.0)
@@ -246,8 +246,8 @@ def row_rstd(squares: RowSquares, row, live):
 
 @triton.jit
 def store_normed(norm: NextNorm, x, w, row, col, tile, M):
-    """Stores what the next matmul and its reader need of a tile of the residual x (rows, columns):
-    x * w rounded, and the sum of squares of its columns.
+    """Stores what the next matmul and its reader need of x, a tile (rows, columns) of the residual:
+    x * w, rounded, and the sum of squares of its columns.
     """
     squares = norm.squares
     at = norm.xw + row[:, None] * squares.D + col[None, :]
@@ -257,14 +257,14 @@ def store_normed(norm: NextNorm, x, w, row, col, tile, M):
 
 @triton.jit
 def let_next_kernel_start(PDL: tl.constexpr):
-    """Lets the next kernel be launched, once every program of this one has come here."""
+    """Lets the next kernel launch once every program of this one has reached this point."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Waits until the previous kernel has ended and all that it wrote can be read."""
+    """Waits until the previous kernel has ended and everything it wrote can be read."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -277,13 +277,13 @@ def embed_kernel(
     state: RowState,
     embed_ptr,         # (V, D)
     freq_ptr,          # fp32 (HALF,)      rotary frequencies
-    resid_ptr,         # fp32 (M, D)       takes the residual stream
-    cos_ptr, sin_ptr,  # fp32 (M, HALF)    take the rotary table of this step
+    resid_ptr,         # fp32 (M, D)       output: the residual stream
+    cos_ptr, sin_ptr,  # fp32 (M, HALF)    output: this step's rotary table
     norm: NextNorm,
     M, TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):
-    """residual = embed[token], normed for the first matmul; one program a row and TILE columns."""
-    # It never waits: launched without PDL, it begins after the previous step, so the rows' state is
+    """residual = embed[token], normed for the first matmul; a program per row and TILE columns."""
+    # No wait: launched without PDL, this starts after the previous step, so the rows' state is
     # final for all kernels of this step.
     row = tl.program_id(0) + tl.arange(0, 1)
     tile = tl.program_id(1)
@@ -302,10 +302,10 @@ def embed_kernel(
         tl.store(sin_ptr + row[:, None] * HALF + i[None, :], tl.sin(angle))
 
 
-# The slots of a row. A row's keys and values are in slots, KV_BLOCK of them to a KV block, and the
-# row's line of the table says which block of the cache each KV block is. All rows of a group share
-# the prefix, so a row's own tokens cannot go into its last block: they begin a new one, and the
-# slots between stay empty. With KV_BLOCK 32 and a prefix of 40 tokens, the token at position 45:
+# A row's slots. Keys and values are in slots, KV_BLOCK of them per KV block, and the row's line of
+# the table says which block of the cache each KV block is. All rows of a group share the prefix, so
+# a row's own tokens can't go into the prefix's last block: they start a new one, and the slots in
+# between stay empty. With KV_BLOCK 32 and a prefix of 40 tokens, this is the token at position 45:
 #
 #     slot       0                31  32     39  40     63  64     69  70      95
 #               +--------------------+----------+----------+----------+-----------+
@@ -322,15 +322,15 @@ def heads_kernel(
     y: UnfinishedLinear,  # qkv's
     M, squares: RowSquares,
     terms: HeadTerms, rotary: RotaryTable,
-    q_ptr,             # (M, H, d)         takes the queries
+    q_ptr,             # (M, H, d)         output: the queries
     cache: LayerCache, state: RowState,
     H: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The end of qkv for one head of ROWS rows: slabs, adapter, 1/rms, bias, the head's norm,
-    rotary embedding.
+    """Finishes qkv for one head of ROWS rows: slabs, adapter, 1/rms, bias, the head's norm, rotary
+    embedding.
 
-    Heads 0 .. H are queries and go to q; then come KV heads of keys and KV of values, which go to
-    the cache. All three kinds run the same code, but a value is not normed and its angle is 0.
+    The first H heads are queries and go to q; the next KV are keys and the last KV values, and both
+    go to the cache. All three run the same code, but values aren't normed and their angle is 0.
     """
     HALF: tl.constexpr = cache.d // 2
     KV_BLOCK: tl.constexpr = cache.KV_BLOCK
@@ -347,7 +347,7 @@ def heads_kernel(
         bias_a = tl.load(terms.bias + first)[None, :]
         bias_b = tl.load(terms.bias + first + HALF)[None, :]
     if terms.gains is not None:
-        at_gain = terms.gains + tl.minimum(part, 1) * 2 * HALF + i  # part 2, a value, uses none
+        at_gain = terms.gains + tl.minimum(part, 1) * 2 * HALF + i  # unused for values (part 2)
         gain_a = tl.load(at_gain)[None, :]
         gain_b = tl.load(at_gain + HALF)[None, :]
     pos = tl.load(state.pos + row, mask=row < M, other=0)
@@ -367,7 +367,7 @@ def heads_kernel(
         head_rstd = tl.rsqrt(squares_of_head / cache.d + terms.EPS)
         a = tl.where(part < 2, a * head_rstd * gain_a, a)
         b = tl.where(part < 2, b * head_rstd * gain_b, b)
-    turned = live & (head < H + cache.KV)  # values are not turned: cos 1, sin 0
+    turned = live & (head < H + cache.KV)  # values aren't rotated: cos 1, sin 0
     cos = tl.load(rotary.cos + row[:, None] * HALF + i[None, :], mask=turned, other=1.0)
     sin = tl.load(rotary.sin + row[:, None] * HALF + i[None, :], mask=turned, other=0.0)
     turned_a = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
@@ -388,51 +388,51 @@ def heads_kernel(
 # Attention of one new token to its row's context
 #
 # A context has two parts, the prefix and the row's own tokens (see the slots above), and
-# attention_kernel walks it in steps. In a step, each of the W warps of each of the row's `count`
-# programs reads T tokens; with 2 programs of 4 warps and T = 16 a step is 128 tokens:
+# attention_kernel walks through it in steps. In a step, each of the W warps in each of the row's
+# `count` programs reads T tokens. With 2 programs of 4 warps and T = 16, a step is 128 tokens:
 #
 #                     <------------- step 0 --------------> <-- step 1 ...
 #     tokens          0   16   32   48   64   80   96   112  128
 #     program, warp   0,0  0,1  0,2  0,3  1,0  1,1  1,2  1,3  0,0  ...
 #
 # Steps never straddle the two parts: the last step of the prefix is masked at its end, and the
-# row's own tokens begin a new step. T divides KV_BLOCK, so a warp's T tokens are in one KV block.
+# row's own tokens start a new step. T divides KV_BLOCK, so a warp's T tokens are in one KV block.
 #
-# Every warp keeps its own softmax over the tokens that it has seen, as three numbers a query: the
+# Each warp keeps its own softmax over the tokens it has seen, as three numbers per query: the
 # largest logit (top), the sum of 2^(logit - top) (mass), and that sum weighted by the values (acc).
-# In the loop no warp waits for another. At the end they are joined, first the warps of a program
-# (join_warps); then, if several programs share a row (flash decoding), each stores its softmax and
-# counts itself, and the one that finds all others done joins them in order (join_splits). The
-# result does not depend on which one that is.
+# Inside the loop, no warp waits for another. At the end, a program joins its warps' softmaxes
+# (join_warps). If several programs share a row (flash decoding), each then stores its softmax and
+# bumps a counter, and the last one to do so joins them all in order (join_splits), so the result
+# doesn't depend on which one that is.
 #
 # Siblings (FlashInfer's cascade). The rows of a group are neighbors and share a prefix. With
-# SIBLINGS > 1 the program of the first of them does up to SIBLINGS rows and reads their prefix
-# once; the programs of the others end at once. The steps are those of the prefix, then those of
-# each sibling's own tokens, which the other siblings' queries do not see. With 3 siblings:
+# SIBLINGS > 1, the first one's program handles up to SIBLINGS rows and reads their prefix once;
+# the others' programs exit right away. The steps go through the prefix, then each sibling's own
+# tokens, which the other siblings' queries don't see. With 3 siblings:
 #
 #     steps    | prefix          | own of row 0 | own of row 1     | own of row 2 |
 #     seen by  | all             | row 0        | row 1            | row 2        |
 #              0              ends[0]        ends[1]            ends[2]        ends[3]
 #
-# The queries of a program form one tile: query j is head j % G of row j // G, where G = H / KV
-# query heads share a key-value head. A row meets the same tokens in the same warps and order as it
-# would alone, so its result has the same bits. (If all values are finite: an unseen one has a
-# weight of 0, and 0 * inf is NaN.)
+# A program's queries form one tile. Query j is head j % G of row j // G, where G = H / KV query
+# heads share a key-value head. A row sees the same tokens in the same warps and order as it would
+# alone, so its result has the same bits. (Provided all values are finite: unseen ones get a weight
+# of 0, and 0 * inf is NaN.)
 
 class Walk(NamedTuple):
-    """The steps of one program: those of the prefix, then those of each sibling's own tokens."""
+    """One program's steps: through the prefix, then through each sibling's own tokens."""
     row: tl.tensor          # the first sibling's
-    prefix: tl.tensor       # its tokens
-    own: tl.tuple           # each sibling's own tokens
+    prefix: tl.tensor       # number of its tokens
+    own: tl.tuple           # number of each sibling's own tokens
     ends: tl.tuple          # steps up to the end of the prefix and of each sibling's own tokens
-    step: tl.tensor         # tokens of a step, of all warps of all programs of the row
+    step: tl.tensor         # tokens per step, over all warps and programs of the row
     offset: tl.tensor       # (W,) each warp's first token in a step
 
 
 @triton.jit
 def plan_walk(state: RowState, row, prefix, siblings, split, count, SIBLINGS: tl.constexpr,
               W: tl.constexpr, T: tl.constexpr):
-    """The walk of program `split` of the `count` that share a row, or of `siblings` rows."""
+    """The walk of program `split` of the `count` that share a row, or through `siblings` rows."""
     step = W * T * count
     own, ends = (), (tl.cdiv(prefix, step),)
     for m in tl.static_range(SIBLINGS):
@@ -445,8 +445,8 @@ def plan_walk(state: RowState, row, prefix, siblings, split, count, SIBLINGS: tl
 
 @triton.jit
 def part_of_step(walk, t):
-    """-> whose own tokens step t reads (-1: the prefix, everybody's), the part's first step and its
-    tokens.
+    """-> whose own tokens step t reads (-1: the prefix, which everyone shares), and that part's
+    first step and number of tokens.
     """
     whose = -1
     start = 0
@@ -460,7 +460,7 @@ def part_of_step(walk, t):
 
 @triton.jit
 def load_step(cache: LayerCache, block_ptr, token, tokens, T: tl.constexpr):
-    """Each warp's T keys and values (W, T, d) of a step, and which of them exist (W, T)."""
+    """Each warp's T keys and values in a step (W, T, d), and which of them exist (W, T)."""
     slot = tl.arange(0, T)
     within = slot[None, :, None] * cache.d + tl.arange(0, cache.d)[None, None, :]
     valid = token[:, None] + slot[None, :] < tokens
@@ -472,7 +472,7 @@ def load_step(cache: LayerCache, block_ptr, token, tokens, T: tl.constexpr):
 
 @triton.jit
 def load_block_numbers(cache: LayerCache, walk, t):
-    """For each warp, the KV block of its tokens of step t."""
+    """The KV block of each warp's tokens in step t."""
     row, prefix, own, ends, step, offset = walk
     whose = row
     at = t * step
@@ -487,9 +487,9 @@ def load_block_numbers(cache: LayerCache, walk, t):
 
 @triton.jit
 def softmax_step(top, mass, acc, q, k, v, seen):
-    """The softmaxes so far, with T more tokens: top and mass (W, J), acc (W, J, d).
+    """The softmaxes after T more tokens: top and mass (W, J), acc (W, J, d).
 
-    q (W, J, d), k and v (W, T, d), seen (W, J, T): which tokens a query may see. Where the largest
+    q (W, J, d), k and v (W, T, d), seen (W, J, T): which tokens a query may see. When the largest
     logit rises, the earlier sums shrink by 2^(old - new).
     """
     SCALE: tl.constexpr = LOG2_E * q.shape[2] ** -0.5
@@ -506,7 +506,7 @@ def softmax_step(top, mass, acc, q, k, v, seen):
 @triton.jit
 def add_halves(x):
     """x (2 W, J, d) -> (W, J, d): x[w] + x[W + w]."""
-    # tl.sum across warps takes 10 times the code.
+    # tl.sum across warps takes 10 times as much code.
     halves = tl.reshape(x, (2, x.shape[0] // 2, x.shape[1], x.shape[2]))
     a, b = tl.split(tl.permute(halves, (1, 2, 3, 0)))
     return a + b
@@ -514,20 +514,20 @@ def add_halves(x):
 
 @triton.jit
 def store_split(splits: SplitSoftmaxes, at, top, mass, acc, live):
-    """Stores a program's softmax as number `at` (J,) of each query, for the last one to join."""
+    """Stores a program's softmax at index `at` (J,), one per query, for the last one to join."""
     d: tl.constexpr = acc.shape[1]
     tl.store(splits.tops + at, top, mask=live)
     tl.store(splits.masses + at, mass, mask=live)
     at_acc = at[:, None] * d + tl.arange(0, d)[None, :]
     tl.store(splits.acc + at_acc, acc, mask=live[:, None])
-    tl.debug_barrier()  # all threads have stored before one of them counts the program as done
+    tl.debug_barrier()  # all threads must have stored before one counts the program as done
 
 
 @triton.jit
 def join_splits(splits: SplitSoftmaxes, first, count, live, d: tl.constexpr):
-    """Joins `count` softmaxes a query from number `first` (J,) on -> mass (J,), acc (J, d)."""
-    # Loaded SPLITS_AT_ONCE at a time, so that loads do not wait for each other. ".cg" reads from
-    # the L2: the L1 knows nothing of what other multiprocessors wrote.
+    """Joins `count` softmaxes per query, from index `first` (J,) on -> mass (J,), acc (J, d)."""
+    # Loaded SPLITS_AT_ONCE at a time, so the loads don't wait for each other. ".cg" reads from the
+    # L2, because the L1 doesn't see what other multiprocessors wrote.
     i = tl.arange(0, d)
     top = tl.full(live.shape, LOWEST, tl.float32)
     mass = tl.zeros(live.shape, tl.float32)
@@ -568,14 +568,14 @@ def join_warps(top, mass, acc):
 def attention_kernel(
     q_ptr,             # (M, H, d)
     cache: LayerCache, state: RowState,
-    out_ptr,           # (M, H, d)         takes the result
+    out_ptr,           # (M, H, d)         output
     splits: SplitSoftmaxes,
     H: tl.constexpr,
-    J: tl.constexpr,   # queries of a tile; those past siblings * G are computed and not stored
+    J: tl.constexpr,   # queries per tile; those past siblings * G are computed but not stored
     plan: tl.constexpr,  # AttentionPlan
     PDL: tl.constexpr,
 ):
-    """Attention of a row's new token, and of its siblings', to their context; one key-value head.
+    """Attention of a row's new token, and its siblings', to their contexts; one key-value head.
 
     The grid is (rows, KV, SPLITS). The comment above draws a program's walk.
     """
@@ -586,17 +586,17 @@ def attention_kernel(
     W: tl.constexpr = plan.WARPS
     T: tl.constexpr = plan.TOKENS
     G: tl.constexpr = H // cache.KV
-    # A warp looks up one block number for T tokens: if they straddled two KV blocks, it would read
-    # the next head's keys.
+    # A warp looks up a single block number for T tokens. If they straddled two KV blocks, it would
+    # read the next head's keys.
     tl.static_assert(cache.KV_BLOCK % T == 0, "TOKENS of an AttentionPlan must divide KV_BLOCK")
     let_next_kernel_start(PDL)
 
-    # Which steps: by the rows' state, which may be read before the wait.
+    # The steps depend on the rows' state, which may be read before the wait.
     prefix = tl.load(state.prefix + row).to(tl.int32)
     siblings, count = 1, plan.SPLITS
     if SIBLINGS > 1:
-        siblings = tl.load(state.siblings + row).to(tl.int32)  # 0: a row before does this one too
-    elif plan.SPLITS > 1:  # a short context takes fewer programs
+        siblings = tl.load(state.siblings + row).to(tl.int32)  # 0: an earlier row includes it
+    elif plan.SPLITS > 1:  # a short context needs fewer programs
         steps = tl.cdiv(tl.load(state.pos + row).to(tl.int32) + 1, W * T)
         count = tl.minimum(steps, plan.SPLITS)
     if (siblings == 0) | (split >= count):
@@ -619,11 +619,11 @@ def attention_kernel(
     acc = tl.zeros((W, J, cache.d), tl.float32)
     for t in range(0, walk.ends[SIBLINGS]):
         whose, start, tokens = part_of_step(walk, t)
-        token = (t - start) * walk.step + walk.offset  # each warp's first one, in its part
+        token = (t - start) * walk.step + walk.offset  # each warp's first one, within its part
         at = (block * cache.KV + kv_head) * cache.KV_BLOCK + token % cache.KV_BLOCK
         block_ptr = cache.kv + at * cache.d
-        # The next step's block number is loaded one step early: if keys and values had to wait for
-        # it, the compiler would give them a single buffer, and nothing would overlap.
+        # Load the next step's block number a step early: if keys and values had to wait for it, the
+        # compiler would give them a single buffer and nothing would overlap.
         block = load_block_numbers(cache, walk, t + 1)
         k, v, valid = load_step(cache, block_ptr, token, tokens, T)
         seen = valid[:, None, :] & ((whose < 0) | (j // G == whose))[None, :, None]
@@ -651,7 +651,7 @@ def residual_kernel(
     norm: NextNorm,
     TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """residual += linear, and the residual normed for the next matmul."""
+    """residual += linear, then the residual is normed for the next matmul."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     col = tile * TILE + tl.arange(0, TILE)
@@ -670,7 +670,7 @@ def residual_kernel(
 def swiglu_kernel(
     y: UnfinishedLinear,  # gate|up's: N = 2 F
     M, squares: RowSquares,
-    out_ptr,           # (M, F)            takes the result
+    out_ptr,           # (M, F)            output
     TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     """out = silu(gate) * up, where gate | up = linear / rms."""
@@ -686,8 +686,8 @@ def swiglu_kernel(
     gate, up = finish_linear(y, M, row, (loaded_gate, loaded_up), (0, 1))
     gate *= rstd
     up *= rstd
-    # silu(gate) = gate * sigmoid(gate), and sigmoid is the square of this. rsqrt is one
-    # instruction, a division many.
+    # silu(gate) = gate * sigmoid(gate), and sigmoid(gate) = root * root. rsqrt is one instruction,
+    # a division many.
     root = tl.rsqrt(1 + tl.exp(-gate))
     out = out_ptr + row[:, None] * F + col[None, :]
     tl.store(out, gate * root * root * up, mask=(row < M)[:, None])
@@ -696,21 +696,21 @@ def swiglu_kernel(
 # -----------------------------------------------------------------------------
 # The draw
 #
-# A token is the inverse CDF of the softmax at a uniform number u: the first token, in the order of
-# the vocabulary, at which the probabilities add up to more than u. A row has 152 thousand logits,
-# so this takes two kernels. chunk_kernel, one program a chunk of 2,048 logits, writes the chunk's
-# largest logit and its mass. pick_kernel, one program a row, then finds the chunk and the token
-# inside it:
+# A token is drawn by inverting the softmax's CDF at a uniform number u: it is the first token, in
+# vocabulary order, at which the probabilities add up to more than u. A row has 152 thousand logits,
+# so this takes two kernels. chunk_kernel, with one program per chunk of 2,048 logits, writes the
+# chunk's largest logit and mass. pick_kernel, with one program per row, then finds the chunk and
+# the token in it:
 #
 #     masses of the chunks   | 0.1 | 0.4 |   0.3   | 0.2 |          they add up to 1.0; u = 0.62
 #                            0    0.1   0.5   ^    0.8    1
-#     in the third chunk     target 0.62 - 0.5 = 0.12: the token at which its own terms pass 0.12
+#     in the third chunk     target 0.62 - 0.5 = 0.12: the token where its own terms exceed 0.12
 #
-# So only one chunk of the logits is read twice. sampler.draw_tokens does the same to the full row.
+# So only one chunk of logits is read twice. sampler.draw_tokens does the same on the full row.
 
 @triton.jit
 def logit_scale(logits: LogitChunks, row):
-    """1 / (rms * temperature) of one row: the head's matmul was of x * w, before any division."""
+    """1 / (rms * temperature) of one row: the factor that its logits still lack."""
     if logits.SCALED:
         return 1.0
     return row_rstd(logits.squares, row, True) * tl.load(logits.inv_temperature)
@@ -718,7 +718,7 @@ def logit_scale(logits: LogitChunks, row):
 
 @triton.jit
 def load_logits(logits: LogitChunks, row, column):
-    """One row's unscaled logits; -inf where the column is not a token."""
+    """One row's unscaled logits; -inf where the column isn't a token."""
     at = row.to(tl.int64) * logits.stride + column
     return tl.load(logits.x + at, mask=column < logits.V, other=-INF)
 
@@ -733,7 +733,7 @@ def chunk_kernel(logits: LogitChunks):
     top = tl.max(x, axis=0)
     at = row * tl.num_programs(1) + chunk
     tl.store(logits.tops + at, top)
-    # top-k and top-p may leave nothing but -inf in a chunk: then the mass is 0, not NaN.
+    # top-k and top-p may leave only -inf in a chunk; its mass must then be 0, not NaN.
     mass = tl.sum(tl.exp(x - tl.maximum(top, LOWEST)), axis=0)
     tl.store(logits.masses + at, mass)
 
@@ -751,12 +751,12 @@ def uniform(key, pos):
 @triton.jit
 def inverse_cdf(masses, i, target):
     """-> the first i that has mass and at which masses (of places i) add up to more than target,
-    and the target less everything before that place, at least 0.
+    and the target minus everything before that place, at least 0.
     """
-    # Sums are made in blocks and round differently: from one place to the next they can fall by an
-    # ulp, and the rest can come out a little below 0.
+    # Sums are computed in blocks and round differently: from one place to the next they can drop by
+    # an ulp, and the remaining target can come out slightly negative.
     has_mass = masses > 0
-    last = tl.max(tl.where(has_mass, i, 0), axis=0)  # if the target is not reached at all
+    last = tl.max(tl.where(has_mass, i, 0), axis=0)  # in case the target is never reached
     reached = has_mass & (tl.cumsum(masses, axis=0) > target)
     at = tl.min(tl.where(reached, i, last), axis=0)
     return at, tl.maximum(target - tl.sum(tl.where(i < at, masses, 0.0), axis=0), 0.0)
@@ -767,12 +767,12 @@ def pick_kernel(
     logits: LogitChunks, chunks,
     state: RowState,
     ends_ptr,          # int64 (ENDS,)          end ids, padded with -1
-    tokens_ptr,        # int64 (WINDOW, stride) takes the tokens,
-    logprobs_ptr,      # fp32 (WINDOW, stride)  and their log-probs
+    tokens_ptr,        # int64 (WINDOW, stride) output: tokens
+    logprobs_ptr,      # fp32 (WINDOW, stride)  output: their log-probs
     stride,
     GREEDY: tl.constexpr, CHUNKS_P: tl.constexpr, ENDS: tl.constexpr,
 ):
-    """Draws one row's token, writes down its log-prob, and advances the row's state.
+    """Draws one row's token, records its log-prob and advances the row's state.
 
     CHUNKS_P: `chunks` rounded up to a power of two.
     """
@@ -801,14 +801,14 @@ def pick_kernel(
     step = tl.load(state.step + row)
     tl.store(tokens_ptr + step * stride + row, token.to(tl.int64))
     tl.store(logprobs_ptr + step * stride + row, logprob)
-    # As in the last lines of sampler.TorchEngine.decode. A row that is not alive changes only
-    # `step`.
+    # Like the last lines of sampler.TorchEngine.decode. For a row that isn't alive, only `step`
+    # changes.
     alive = tl.load(state.alive + row)
     ended = tl.max((tl.load(ends_ptr + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
     goes_on = (ended == 0) & (pos + alive < tl.load(state.limit + row))
     kept = tl.load(state.token + row)
     made = tl.load(state.made + row)
-    tl.debug_barrier()  # every thread has loaded before one of them overwrites
+    tl.debug_barrier()  # every thread must have loaded before one overwrites
     tl.store(state.token + row, tl.where(alive > 0, token, kept))
     tl.store(state.made + row, made + alive)
     tl.store(state.pos + row, pos + alive)
@@ -819,20 +819,20 @@ def pick_kernel(
 # -----------------------------------------------------------------------------
 # The learner's twins
 #
-# Each has the name and arguments of the function that it replaces. That function's docstring says
-# what is computed, these say what makes it fast.
+# Each has the name and arguments of the function it replaces. That function's docstring says what
+# it computes; these say what makes it fast.
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """torch.compile, without the block sizes that it would choose by timing."""
-    # For a kernel with a sum it would try two and keep the faster one. Each adds in another order,
-    # so a resumed run or another rank could get other bits.
+    """torch.compile, without choosing block sizes by timing."""
+    # For a kernel with a sum, it would try two sizes and keep the faster one. They add in different
+    # orders, so a resumed run or another rank could get different bits.
     return torch.compile(function, options={"dynamic_scale_rblock": False})
 
 
 def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Tensor:
     """Twin of ops.elementwise: one kernel for the forward and one for the backward."""
-    if not torch.is_grad_enabled():  # a prefill's few passes are not worth compiling for
+    if not torch.is_grad_enabled():  # not worth compiling for a prefill's few passes
         return function(x, *rest)
     # Only the number of tokens is dynamic: a dynamic width would cost every element an integer
     # division.
@@ -844,7 +844,7 @@ def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Ten
 
 def attend_spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                  spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of attention.attend_spans: torch's FlashAttention for sequences of many lengths."""
+    """Twin of attention.attend_spans: torch's variable-length FlashAttention."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
         spans.causal, False)[:2]
@@ -852,9 +852,9 @@ def attend_spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 def attend_spans_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                           out: torch.Tensor, lse: torch.Tensor, spans: Spans) -> tuple:
-    """Twin of attention.attend_spans_backward: FlashAttention's, with equal bits in every run."""
-    # By default it adds dq up by atomics, in any order. Only torch's global switch for
-    # deterministic algorithms gives it an order, so that is set around the call. The switch would
+    """Twin of attention.attend_spans_backward: FlashAttention's, bit-identical in every run."""
+    # By default it sums dq with atomics, in arbitrary order. Only torch's global switch for
+    # deterministic algorithms fixes the order, so that is set around the call. The switch would
     # also fill every new tensor with NaN, which takes time, hence the second one.
     unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)  # dropout's seed and offset
     switch = torch.get_deterministic_debug_mode()
@@ -872,7 +872,7 @@ def attend_spans_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor,
           other_lse: torch.Tensor) -> None:
-    """Twin of attention.merge: one program a token, in one pass over `out`."""
+    """Twin of attention.merge: one program per token, in one pass over `out`."""
     T, H, d = out.shape
     merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
                      BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
@@ -880,14 +880,14 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor,
 
 @triton.jit
 def merge_kernel(
-    out_ptr,           # (T, H, D)      takes the result, as lse does
+    out_ptr,           # (T, H, D)      overwritten with the result, as lse is
     lse_ptr,           # fp32 (H, T)    its row stride is lse_stride
     lse_stride,
-    other_ptr,         # as out_ptr
-    other_lse_ptr,     # as lse_ptr
+    other_ptr,         # like out_ptr
+    other_lse_ptr,     # like lse_ptr
     other_stride, H, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Two softmaxes of one token over two sets of keys, weighted by their shares of the mass."""
+    """Joins two softmaxes of one token over two sets of keys, weighted by their mass."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     col = tl.arange(0, BLOCK_D)
@@ -899,8 +899,8 @@ def merge_kernel(
     live = (head < H)[:, None] & (col < D)[None, :]
     out = tl.load(out_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(a - both)[:, None]
     other = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32) * tl.exp(b - both)[:, None]
-    # Every warp loads the lse of the heads whose `out` it computes, and a single warp stores all of
-    # them. It waits here, or a slower warp would load what is stored already.
+    # Each warp loads the lse of the heads whose `out` it computes, and a single warp stores all of
+    # them. Without this barrier, a slower warp could load what has already been overwritten.
     tl.debug_barrier()
     tl.store(out_ptr + at, out + other, mask=live)
     tl.store(lse_ptr + head * lse_stride + token, both, mask=head < H)
@@ -908,7 +908,7 @@ def merge_kernel(
 
 def swiglu(y: torch.Tensor, rstd: torch.Tensor, h: torch.Tensor,
            keep: bool = True) -> torch.Tensor | None:
-    """Twin of ops.swiglu: y is read once; a program does 1,024 columns of a row."""
+    """Twin of ops.swiglu: reads y once, with one program per 1,024 columns of a row."""
     F = h.shape[1]
     rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
     swiglu_forward_kernel[y.shape[0], triton.cdiv(F, 1024)](
@@ -920,12 +920,12 @@ def swiglu(y: torch.Tensor, rstd: torch.Tensor, h: torch.Tensor,
 def swiglu_forward_kernel(
     y_ptr,             # fp32 (T, 2 F)     gate | up
     rstd_ptr,          # fp32 (T, 1)
-    h_ptr, h_stride,   # (T, F)            takes the result; its row stride
-    rounded_ptr,       # (T, 2 F)          takes y in h's dtype, or is None
+    h_ptr, h_stride,   # (T, F)            output; its row stride
+    rounded_ptr,       # (T, 2 F)          output: y in h's dtype; or None
     F, BLOCK: tl.constexpr,
 ):
     """h = silu(gate * rstd) * (up * rstd), and y rounded for the backward."""
-    row = tl.program_id(0).to(tl.int64)  # row * 2F passes 2^31 from 57 thousand tokens of 7B on
+    row = tl.program_id(0).to(tl.int64)  # row * 2F exceeds 2^31 at 57 thousand tokens of a 7B
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = col < F
     rstd = tl.load(rstd_ptr + row)
@@ -942,8 +942,8 @@ def swiglu_forward_kernel(
 
 def swiglu_backward(y: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor,
                     dy: torch.Tensor) -> torch.Tensor:
-    """Twin of ops.swiglu_backward: y and dh are read once, dy is written once. A program does a
-    whole row, since drstd is a sum over it.
+    """Twin of ops.swiglu_backward: reads y and dh once and writes dy once, with one program per
+    row, since drstd is a sum over it.
     """
     drstd = torch.empty_like(rstd)
     swiglu_backward_kernel[y.shape[0],](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd,
@@ -953,11 +953,11 @@ def swiglu_backward(y: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor,
 
 @triton.jit
 def swiglu_backward_kernel(
-    y_ptr,             # (T, 2 F)          fp32, or as swiglu() kept it
+    y_ptr,             # (T, 2 F)          fp32, or what swiglu() kept
     rstd_ptr,          # fp32 (T, 1)
     dh_ptr,            # (T, F)
-    dy_ptr, dy_stride,  # (T, 2 F)          takes dL/dy; its row stride
-    drstd_ptr,         # fp32 (T, 1)       takes dL/drstd
+    dy_ptr, dy_stride,  # (T, 2 F)          output: dL/dy; its row stride
+    drstd_ptr,         # fp32 (T, 1)       output: dL/drstd
     F, BLOCK: tl.constexpr,
 ):
     """With g = gate * rstd, u = up * rstd and s = sigmoid(g): h = g s u, so dL/dg is
@@ -987,7 +987,7 @@ def swiglu_backward_kernel(
 
 def softmax_at(products: torch.Tensor, scale: torch.Tensor, targets: torch.Tensor, live: int,
                dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Twin of ops.softmax_at: a program reads a row of logits twice."""
+    """Twin of ops.softmax_at: one program per row of logits, which it reads twice."""
     c, V = products.shape
     sums = products.new_empty(3, c)
     ahead = products.new_empty(c, V, dtype=dtype) if dtype else None
@@ -1001,12 +1001,12 @@ def softmax_at_kernel(
     products_ptr,      # fp32 (c, V)
     scale_ptr,         # fp32 (c, 1)
     targets_ptr,       # int64 (c,)
-    sums_ptr,          # fp32 (3, c)       takes the target's logit, log-sum-exp, mean logit
-    ahead_ptr,         # (c, V)            takes onehot - softmax, or is None
+    sums_ptr,          # fp32 (3, c)       output: the target's logit, log-sum-exp, mean logit
+    ahead_ptr,         # (c, V)            output: onehot - softmax; or None
     c, V, live, BLOCK: tl.constexpr,
 ):
     """One row, in two passes. The first keeps a running softmax in each of BLOCK lanes, where lane
-    i sees columns i, i + BLOCK and so on, and joins the lanes at its end. The second writes the
+    i sees columns i, i + BLOCK and so on, and joins the lanes at the end. The second writes the
     gradient.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -1018,8 +1018,8 @@ def softmax_at_kernel(
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, live, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        # Masked by V, not by `live`, which is odd (151,665): an odd bound would split loads of 16
-        # bytes into loads of 4. The next line removes what is past it.
+        # Masked by V, not by `live`, because that is odd (151,665) and would split 16-byte loads
+        # into 4-byte ones. The next line removes what is past `live`.
         logit = tl.load(products_ptr + col, mask=col < V, other=0.0) * scale
         logit = tl.where(col < live, logit, LOWEST)
         higher = tl.maximum(top, logit)

@@ -1,4 +1,4 @@
-"""What a run needs around the method: settings, a start, a run folder, memory, console.
+"""Everything a run needs besides the method: settings, setup, run folder, memory plan, console.
 
-You can learn QeRL without reading it.
+You can understand QeRL without reading it.
 """

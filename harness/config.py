@@ -4,11 +4,11 @@ The settings of a run: names, defaults, allowed values, and where each default c
 Every field of the dataclasses below is a flag of train.py: `Rollout.group_size` is `--group-size`.
 To add a setting, add a field. The other programs take their flags from here too (add_flag).
 
-    settings, earlier = read_settings()          # from sys.argv; earlier: the run that is resumed
+    settings, earlier = read_settings()          # from sys.argv; earlier: a resumed run's run.json
     settings.group_size                          # 8
 
-Settings never change once they are made. A file of settings is JSON, flag name -> value: a recipe
-(recipes/paper.json), or the run.json that a run writes. The last of these that has a value wins:
+Settings are immutable. A settings file is JSON, flag name -> value: a recipe (recipes/paper.json)
+or the run.json that a run writes. If several of these set a value, the last one wins:
 
     the field's default
     FULL_DEFAULTS                   with --train full
@@ -16,11 +16,11 @@ Settings never change once they are made. A file of settings is JSON, flag name 
     --config FILE, or --resume      a recipe or another run's run.json; the run.json in --out
     the command line
 
-A value that is not allowed is refused, whatever its source. Two things never come from a file:
-settings of the machine and the folder (`local`), and a function to run (module:function), unless
-the command line names it too.
+Invalid values are rejected, wherever they come from. Two things are never taken from a file:
+settings of the machine and the folder (`local`), and a function to run (module:function) that the
+command line doesn't name too.
 
-The help texts also give two other sources' defaults: "paper" is QeRL (arXiv 2510.11696; Table 4,
+The help texts also give the defaults of two others: "paper" is QeRL (arXiv 2510.11696; Table 4,
 GSM8K), "release" is the authors' code (NVlabs/QeRL).
 """
 import argparse
@@ -63,9 +63,9 @@ ROWS_DECODED = "[1, 32768]"                    # kernels count row * width in 32
 @dataclass(frozen=True)
 class General:
     """the run"""
-    steps: int = setting(200, "training steps (paper: 600); --resume may raise it",
+    steps: int = setting(200, "training steps (paper: 600); --resume can raise it",
                          AT_LEAST_1)
-    seed: int = setting(0, "random seed of adapter, order of problems, sampling and noise",
+    seed: int = setting(0, "random seed for adapter, problem order, sampling and noise",
                         "[0, 2e18]")
     out: str | None = setting(None, "run folder (default: runs/MODEL-BASE-DATA-SEED)", local=True)
 
@@ -74,18 +74,18 @@ class General:
 class Model:
     """model and adapter"""
     model: str = setting(str(TINY_MODEL), "folder, Hugging Face id, or a name such as qwen2.5-7b "
-                         "(default: the bundled model, with defaults of its own: see the end)")
-    train: str = setting("lora", "what to train; lora: an adapter on frozen weights; full: every "
-                         "weight, with defaults --base bf16 and --lr 3e-6 (bundled model: its "
-                         "own rate)",
+                         "(default: the bundled model, which has its own defaults: see the end)")
+    train: str = setting("lora", "what to train; lora: an adapter on frozen weights; full: all "
+                         "weights, by default with --base bf16 and --lr 3e-6 (the bundled model "
+                         "keeps its own --lr)",
                          choices=("lora", "full"))
     base: str = setting("nvfp4", "format of the frozen linear layers", choices=("nvfp4", "bf16"))
     calibrate: int | None = setting(
-        None, "choose the NVFP4 codes by GPTQ on the model's answers to N training problems, and "
-        "save the weights in OUT/base; 0: off (default: 128 when a GPU converts a 16-bit model to "
-        "NVFP4, else 0)", "[0, 1e5]")
+        None, "choose the NVFP4 codes with GPTQ on the model's answers to N training problems, and "
+        "save the weights in OUT/base; 0: off (default: 128 if a 16-bit model is converted to "
+        "NVFP4 on a GPU, else 0)", "[0, 1e5]")
     lora_rank: int = setting(32, "rank of the LoRA adapter", "[1, 65536]")
-    lora_alpha: float = setting(32.0, "alpha, which scales the adapter by alpha / rank", "(0, 1e9]")
+    lora_alpha: float = setting(32.0, "LoRA alpha; scales the adapter by alpha / rank", "(0, 1e9]")
     adapter: str | None = setting(None, "PEFT folder to start from; sets rank and alpha")
 
 
@@ -100,12 +100,12 @@ class Data:
                                  "[0, 2e9]")
     prompt_style: str = setting("boxed", f"{', '.join(STYLES)}, or module:function; "
                                 "boxed is Qwen's prompt for math, tags the paper's")
-    thinking: str = setting("off", "let a model such as Qwen3 think first; needs a larger "
+    thinking: str = setting("off", "let models such as Qwen3 think first; needs a larger "
                             "--max-new-tokens",
                             choices=("on", "off"))
     max_prompt_tokens: int = setting(512, "skip problems with longer prompts (release: 256)",
                                      AT_LEAST_1)
-    reward: str | None = setting(None, "module:function that scores answers, in place of the "
+    reward: str | None = setting(None, "module:function that scores answers, instead of the "
                                  "built-in grader")
 
 
@@ -116,7 +116,7 @@ class Rollout:
     group_size: int = setting(8, "answers per problem", "[2, 1e6]")
     max_new_tokens: int = setting(512, "longest answer, in tokens; problems harder than GSM8K "
                                   "need more (paper: 4096)", AT_LEAST_1)
-    temperature: float = setting(1.0, "softmax temperature of sampling and of all log-probs "
+    temperature: float = setting(1.0, "softmax temperature of sampling and all log-probs "
                                  "(as in the paper)", "[0.001, 1000]")
     max_rows: int | None = setting(None, "maximum number of answers decoded at once "
                                    "(default: 512 if they fit, else 256)", ROWS_DECODED)
@@ -147,14 +147,14 @@ class Objective:
                                       "(0, 1e9]")
     correction: str | None = setting(
         None, "correction for noise and rounding in the rollout; truncate: importance weight "
-        "min(old / rollout, 2); ppo: clip policy / rollout (paper), bad under strong noise; off: "
-        "none (release) (default: the loss's own, truncate)",
+        "min(old / rollout, 2); ppo: clip policy / rollout (paper), harmful under strong noise; "
+        "off: none (release) (default: the loss's own, truncate)",
         choices=grpo.CORRECTIONS)
-    advantage_scale: str = setting("none", "divisor of advantages; group: standard deviation of "
-                                   "the group's rewards (paper); none: 1 (Dr. GRPO)",
+    advantage_scale: str = setting("none", "divisor of the advantages; group: standard deviation "
+                                   "of the group's rewards (paper); none: 1 (Dr. GRPO)",
                                    choices=grpo.SCALES)
-    kl_beta: float | None = setting(None, "weight of the KL term towards the model without its "
-                                    "adapter (default: the loss's own, 0)",
+    kl_beta: float | None = setting(None, "weight of the KL to the model without its adapter "
+                                    "(default: the loss's own, 0)",
                                     "[0, 1e9]")
     overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: grade them like "
                             "others; mask: leave them out of the loss (release), which lets "
@@ -167,9 +167,9 @@ class Optim:
     lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); 2e-4 ended lower after 200 steps",
                         "(0, 10]")
     lr_schedule: str = setting(
-        "wsd", "course of the rate after warm-up; wsd: level (stable), then linear to 0 over the "
-        "last quarter (decay); cosine: half a cosine to 0 (release)", choices=("cosine", "wsd"))
-    warmup: float = setting(0.1, "share of the run in which the rate rises", "[0, 1]")
+        "wsd", "learning rate after warm-up; wsd (warmup-stable-decay): constant, then linear to 0 "
+        "over the last quarter; cosine: half a cosine to 0 (release)", choices=("cosine", "wsd"))
+    warmup: float = setting(0.1, "fraction of the run spent on warm-up", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (paper: 4)",
                           AT_LEAST_1)
     updates_per_rollout: int = setting(1, "minibatches per batch, with one optimizer step each",
@@ -185,11 +185,11 @@ class Memory:
     device: str | None = setting(None, "cpu, cuda or cuda:N (default: a GPU if there is one)",
                                  local=True)
     memory_gib: float | None = setting(None, "GPU memory for this process, in GiB (default: all "
-                                       "that is free)", "(0, 1e9]", local=True)
+                                       "that's free)", "(0, 1e9]", local=True)
     kernels: str | None = setting(
-        None, "decode kernels of a GPU; portable: the ones for any NVIDIA GPU, on Hopper too; "
-        "torch: plain PyTorch, far slower, for a model or a card that the kernels don't support "
-        "(default: the fastest)",
+        None, "decode kernels on a GPU; portable: those for any NVIDIA GPU, even on Hopper; torch: "
+        "plain PyTorch, far slower, for models or cards that the kernels don't support (default: "
+        "the fastest)",
         choices=("portable", "torch"))
     micro_batch_tokens: int | None = setting(None, "tokens per forward and backward pass (default: "
                                              "as memory allows)", AT_LEAST_1)
@@ -208,8 +208,8 @@ SECTIONS = General, Model, Data, Rollout, Noise, Objective, Optim, Memory, Watch
 
 
 @dataclass(frozen=True)
-class Settings(*reversed(SECTIONS)):             # reversed, so that the fields have this order
-    """All settings of a run. A function that needs only one section asks for that section."""
+class Settings(*reversed(SECTIONS)):             # reversed, to keep the fields in this order
+    """All settings of a run. A function that needs only one section takes only that section."""
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -222,12 +222,12 @@ TINY_DEFAULTS = dict(data="arithmetic", steps=48, prompts_per_step=16, max_promp
                      max_new_tokens=48, lr=5e-4)
 
 
-# Defaults of --train full: it needs a much lower learning rate than an adapter.
+# Defaults of --train full, which needs a much lower learning rate than an adapter.
 FULL_DEFAULTS = dict(base="bf16", lr=3e-6)
 
 
 # -----------------------------------------------------------------------------
-# From the command line and from files
+# Reading the command line and files
 
 def number(kind: type, interval: str) -> Callable[[str], float]:
     """-> an argparse type: an int or a float in an interval such as "(0, 1]"."""
@@ -251,8 +251,8 @@ def type_of(field: dataclasses.Field) -> type:
 
 def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argparse.SUPPRESS,
              text: str | None = None) -> None:
-    """Adds the flag of a setting, with its type, range and choices; a program may set its own
-    default and help text. SUPPRESS: the parser returns it only if it is given.
+    """Adds a setting's flag, with its type, range and choices. Programs may set their own default
+    and help text. SUPPRESS: the parser returns the flag only if it is given.
     """
     field = FIELDS[name]
     about, kind = field.metadata, type_of(field)
@@ -264,8 +264,8 @@ def add_flag(parser: argparse.ArgumentParser, name: str, default: object = argpa
 
 
 def add_flags(parser: argparse.ArgumentParser, local: bool) -> None:
-    """Adds the flags of all settings, each class under its docstring as a title. local False:
-    without the `local` settings.
+    """Adds the flags of all settings, each class under its docstring as a title. local: include
+    the `local` settings.
     """
     for section in SECTIONS:
         group = parser.add_argument_group(section.__doc__)
@@ -277,35 +277,35 @@ def add_flags(parser: argparse.ArgumentParser, local: bool) -> None:
 def new_parser() -> argparse.ArgumentParser:
     """The parser of train.py: --config, --resume and a flag for every setting."""
     tiny = ", ".join(f"{option(name)} {value}" for name, value in TINY_DEFAULTS.items())
-    parser = env.parser("[flags]", "Train a Qwen2.5 or Qwen3 model with GRPO/DAPO: frozen 4-bit "
-                        "weights, LoRA, AQN.\nIn the defaults, paper is arXiv 2510.11696 and "
-                        "release its authors' code.")
-    parser.epilog = f"Other defaults of the bundled model: {tiny}."
+    parser = env.parser("[flags]", "Train Qwen2.5 or Qwen3 with GRPO/DAPO: frozen 4-bit weights, "
+                        "LoRA, AQN.\nBelow, paper means arXiv 2510.11696 and release its authors' "
+                        "code.")
+    parser.epilog = f"Defaults of the bundled model: {tiny}."
     parser.add_argument("--config", metavar="FILE", help=".json file whose settings become the "
-                        "defaults: recipes/paper.json, or another run's run.json")
+                        "defaults, such as recipes/paper.json or another run's run.json")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its "
-                        "newest intact checkpoint, with its settings")
+                        "newest checkpoint, with its settings")
     add_flags(parser, local=True)
     return parser
 
 
-# What a run.json holds besides settings.
+# Keys of run.json that aren't settings.
 NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "memory_plan"}
-# The settings that may name a user's function.
+# Settings that may name a user's function.
 NAME_FUNCTIONS = "prompt_style", "reward"
 # Paths that may change when a run is resumed: problems_sha256 and weights_sha256 compare contents.
 MAY_MOVE = "model", "data", "eval_data"
 
 
 def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
-    """-> the settings of a run and, if it is resumed, the content of its run.json, else None.
+    """-> a run's settings, and the content of its run.json if it is resumed, else None.
 
-    UserError for a setting that is not allowed.
+    UserError for an invalid setting.
     """
     given = vars(new_parser().parse_args(argv))
     path, resume = given.pop("config"), given.pop("resume")
     if resume and (path or "out" not in given):
-        raise UserError("--resume uses the settings of the run in --out: give --out and no "
+        raise UserError("--resume uses the settings of the run in --out: give --out, but no "
                         "--config")
     if resume:
         path = Path(given["out"]) / "run.json"
@@ -340,8 +340,8 @@ class FileParser(argparse.ArgumentParser):
 
 
 def settings_in(file: dict, path: str | Path | None) -> dict:
-    """The settings in a file's content. UserError for a key that is not a setting, or a value that
-    its flag does not allow.
+    """The settings in a file's content. UserError for a key that isn't a setting or a value that
+    its flag doesn't allow.
     """
     parser = FileParser(prog=str(path), add_help=False, allow_abbrev=False)
     add_flags(parser, local=False)
@@ -351,14 +351,14 @@ def settings_in(file: dict, path: str | Path | None) -> dict:
 
 
 def require_repeated(held: dict, given: Collection[str], path: str | Path | None) -> None:
-    """UserError if a file names a function and the command line does not: somebody else's run
-    folder or recipe must not choose what code runs here.
+    """UserError if a file names a function and the command line doesn't: someone else's run folder
+    or recipe must not decide what code runs here.
 
     held: the file's settings. given: names of the flags on the command line.
     """
     for name in NAME_FUNCTIONS:
         if ":" in (held.get(name) or "") and name not in given:
-            raise UserError(f"{path}: names a function, {option(name)} {held[name]}: repeat the "
+            raise UserError(f"{path} names a function, {option(name)} {held[name]}: repeat the "
                             "flag to run that code")
 
 
@@ -374,7 +374,7 @@ def shape_of(adapter: str, given: dict) -> dict:
     for name, value in shape.items():
         if given.get(name, value) != value:
             raise UserError(f"{option(name)} {given[name]}: --adapter {adapter} has {value}, and "
-                            "it sets the run's rank and alpha")
+                            "the run takes its rank and alpha from there")
     return shape
 
 
@@ -384,20 +384,20 @@ def option(name: str) -> str:
 
 
 def without_local(values: dict) -> dict:
-    """Without the settings of the machine and the folder."""
+    """Drops the settings of the machine and the folder."""
     return {name: value for name, value in values.items() if not FIELDS[name].metadata["local"]}
 
 
 def with_absolute_paths(values: dict) -> dict:
-    """With absolute paths to a run's inputs, so that it can be resumed from another folder."""
+    """Makes paths to a run's inputs absolute, so it can be resumed from another folder."""
     folders = [name for name in ("model", "adapter") if Path(values.get(name) or "?").is_dir()]
     files = [name for name in ("data", "eval_data") if (values.get(name) or "?").endswith(SUFFIXES)]
     return values | {name: str(Path(values[name]).absolute()) for name in folders + files}
 
 
 def settings_of_run(folder: str | Path) -> Settings:
-    """The settings of a run. `model` is the one that its adapter belongs to: OUT/base if the run
-    calibrated, OUT/model if it trained all weights.
+    """The settings of a run. `model` points to the weights to load: OUT/base if the run calibrated,
+    OUT/model if it trained all weights.
     """
     path = Path(folder) / "run.json"
     held = settings_in(read_json(path), path)
@@ -416,7 +416,7 @@ def run_folder(values: dict) -> Path:
 
 
 def check_together(settings: Settings) -> None:
-    """UserError for settings that exclude each other."""
+    """UserError for settings that can't be combined."""
     if 0 < settings.sigma_start < settings.sigma_end:
         raise UserError(f"--sigma-end must be at most --sigma-start {settings.sigma_start}, got "
                         f"{settings.sigma_end}")
@@ -424,18 +424,18 @@ def check_together(settings: Settings) -> None:
         raise UserError("--updates-per-rollout must be at most --prompts-per-step "
                         f"{settings.prompts_per_step}, got {settings.updates_per_rollout}")
     if settings.calibrate and settings.base != "nvfp4":
-        raise UserError(f"--calibrate {settings.calibrate} is for NVFP4, --base is "
+        raise UserError(f"--calibrate {settings.calibrate} needs --base nvfp4, got "
                         f"{settings.base}")
     if settings.train == "full" and (settings.base != "bf16" or settings.adapter
                                      or settings.kl_beta):
-        raise UserError("--train full trains the 16-bit weights in place and keeps no copy: it "
-                        "cannot be combined with a 4-bit --base, --kl-beta or --adapter (merge "
-                        "the adapter first: tools.convert)")
+        raise UserError("--train full trains the 16-bit weights in place and keeps no copy, so it "
+                        "can't be combined with a 4-bit --base, --kl-beta or --adapter (merge the "
+                        "adapter first, with tools.convert)")
 
 
 def check_resumed(given: dict, held: dict, about: dict) -> None:
-    """UserError if a flag contradicts run.json, or if another program started the run. Only --steps
-    may grow, and MAY_MOVE may change. held, about: the settings and `about` in run.json.
+    """UserError if a flag contradicts run.json or another program started the run. --steps may grow
+    and MAY_MOVE may change. held, about: the settings and `about` in run.json.
     """
     now = env.program()
     was = about.get("program", now)
@@ -446,5 +446,5 @@ def check_resumed(given: dict, held: dict, about: dict) -> None:
         had = held.get(name)
         grows = name == "steps" and value > had
         if value != had and not grows and name not in MAY_MOVE:
-            more = ", which may only be raised" if name == "steps" else ""
-            raise UserError(f"--resume: {option(name)} is {value!r}, the run had {had!r}{more}")
+            more = "; it can only be raised" if name == "steps" else ""
+            raise UserError(f"--resume: {option(name)} is {value!r}, but the run had {had!r}{more}")

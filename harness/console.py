@@ -6,9 +6,9 @@ What a run prints, on rank 0 only.
     farewell(settings, evaluable)                # the result
 
     watch = Watch(settings)
-    watch.see(metrics, updates)                  # after every step: it warns, or ends the run
+    watch.see(metrics, updates)                  # after every step: warns, or ends the run
 
-Not here: reward hacking. To notice it, read the answers: `python -m tools.report`.
+None of this detects reward hacking. For that, read the answers: `python -m tools.report`.
 """
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ranks import RANK, WORLD, gather, say
 # Is anything being learned?
 
 PATIENCE = 20                                    # bad steps in a row before it warns or stops
-# Nats between sampler and learner, mean of abs, beyond which it warns. bf16 gives up to 0.01.
+# It warns if sampler and learner differ by more nats than this (mean of abs). bf16: up to 0.01.
 DRIFT = 0.05
 
 
@@ -32,32 +32,32 @@ class Watch:
 
     A resumed run counts from 0 again.
     """
-    # Without a finite update in PATIENCE steps a run cannot recover: its adapter never changes.
-    # Anything else may recover, so it only warns.
+    # A run without a finite update in PATIENCE steps can't recover, because its adapter never
+    # changes. Anything else may pass, so it only warns.
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.skipped = 0                         # steps in a row whose updates were all skipped
         self.idle = 0                            # steps in a row without a group to learn from
-        self.warned = False                      # of a drift
+        self.warned = False                      # about drift
 
     def see(self, metrics: dict, updates: list) -> None:
-        """Stopped after PATIENCE steps whose updates were all skipped; steps without a row to train
-        on do not count.
+        """Raises Stopped after PATIENCE steps whose updates were all skipped, not counting steps
+        without a row to train on.
 
         metrics: the step's line of metrics.jsonl; updates: what Learner.update() returned.
         """
         trained = [update for update in updates if update.sums]
-        if trained:                              # a step without a row to train on tells nothing
+        if trained:                              # a step without a row to train on says nothing
             self.skipped = self.skipped + 1 if all(one.failure for one in trained) else 0
         self.idle = self.idle + 1 if metrics["groups"] == 0 else 0
         if trained and self.skipped == PATIENCE:
             gather([])                           # when one rank ends, torchrun ends all
-            raise Stopped(f"every update of {PATIENCE} steps was skipped ({trained[-1].failure}): "
+            raise Stopped(f"every update in {PATIENCE} steps was skipped ({trained[-1].failure}): "
                           f"--lr {self.settings.lr} may be too high, or the --reward too "
                           "large", "")
         if self.idle and self.idle % PATIENCE == 0:
-            say(f"nothing to learn for {self.idle} steps: in every group all answers had the same "
+            say(f"nothing to learn for {self.idle} steps: in each group, all answers got the same "
                 f"reward ({metrics['accuracy']:.0%} right) or were left out "
                 f"({metrics['truncated']:.0%} cut off at --max-new-tokens); --data may be too "
                 "easy or too hard for this model")
@@ -65,7 +65,7 @@ class Watch:
         if drift > DRIFT and not metrics["sigma"] and not self.warned:
             self.warned = True
             say(f"sampler and learner disagree by {drift:.3f} nats per token without noise, more "
-                "than rounding explains: if you changed the model, change fast/decode.py too")
+                "than rounding explains: if you changed the model, update fast/decode.py too")
 
 
 # -----------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def tell(settings: Settings, metrics: dict, updates: list) -> None:
     for update in updates:
         if update.failure:
             say(f"step {step}: update skipped ({update.failure})")
-    # Without a --reward it is the accuracy.
+    # Without --reward, it is the accuracy.
     reward = f"reward {metrics['reward']:.3g}, " if settings.reward else ""
     left = f", {duration((steps - step) * seconds)} to go" if step < steps else ""
     say(f"step {step}/{steps}: {reward}accuracy {metrics['accuracy']:.3f}, "
@@ -104,7 +104,7 @@ def tell(settings: Settings, metrics: dict, updates: list) -> None:
 def farewell(settings: Settings, evaluable: bool) -> None:
     """Prints where the run is, how accuracy changed, how long it took, and what to run next.
 
-    evaluable: evaluate.py samples and grades as the run did.
+    evaluable: whether evaluate.py samples and grades as the run did.
     """
     if RANK > 0:
         return

@@ -1,17 +1,17 @@
 """
-The folder of a run: who may write there, its logs, and crash-safe checkpoints.
+The run folder: who may write to it, its logs, and crash-safe checkpoints.
 
-    runs/x/run.json                                the flags, and what ran them
+    runs/x/run.json                                the flags, versions and hardware
           /metrics.jsonl, samples.jsonl            one line per step, one line per completion
           /held_out.jsonl                          one line per completion of an evaluation
           /checkpoints/step_000040/state.safetensors     the tensors that training changes
                                   /state.json            the counters
-          /adapter/, adapters/NAME/                PEFT folders: of the last save; kept for good
-          /model/, models/NAME/                    model folders instead, with --train full
+          /adapter/, adapters/NAME/                PEFT folders: the last save; those kept for good
+          /model/, models/NAME/                    with --train full, model folders instead
 
-Training changes its tensors in place, one after the other, in the middle of a step. Saved at that
-point, half of them would belong to one step and half to the next. So at the end of each step
-`RunFolder` copies them to host memory, and files are written only from that copy:
+Within a step, training changes its tensors in place, one after another. If they were saved halfway,
+some would belong to one step and some to the next. So at the end of each step `RunFolder` copies
+them to host memory, and files are written only from that copy:
 
     |<------------------ step 7 ------------------>|<------------------ step 8 -----------
     | sample, score, update | logs | copy | (save) | sample, score, update | logs | copy | ...
@@ -19,21 +19,21 @@ point, half of them would belong to one step and half to the next. So at the end
                                       ^
        left of it the copy is step 6, | right of it step 7
 
-If Python sees the run end (a signal, an error, a lost rank), the copy is saved on the way out. This
-does not involve the other ranks or the GPU, which may be stuck, and a signal does not wait for the
-end of the step: a cluster may give 30 seconds, and a step may take longer.
+If Python sees the run end (a signal, an error, a lost rank), it saves the copy on the way out. That
+doesn't involve the other ranks or the GPU, which may be stuck. A signal doesn't wait for the step
+to end either: a cluster may give 30 seconds, and a step may take longer.
 
-If Python cannot see it (SIGKILL, a power cut), the steps since the last save are lost, but not
-their log lines: logs are synced to disk before the copy is made, so they are never behind the
+If Python doesn't see it (SIGKILL, a power cut), the steps since the last save are lost, but their
+log lines aren't: logs are synced to disk before the copy is made, so they are never behind the
 newest checkpoint. --resume cuts the logs back to the checkpoint and repeats those steps bit for
-bit: noise, order and sampling are functions of the seed and the counters, so there is no random
-generator whose state would have to be saved.
+bit. Noise, problem order and sampling are functions of the seed and the counters, so there is no
+generator state to save.
 
 A crash while saving leaves a complete new checkpoint or none (files.new_folder). The last two
-checkpoints are kept, in case the newest is damaged later. Then remove it, and --resume continues
+checkpoints are kept in case the newest gets damaged later. If so, remove it, and --resume continues
 from the other.
 
-The copy takes 50 ms per step for a 7B with an adapter of rank 32 (1 GB, in pinned memory).
+For a 7B with a rank-32 adapter (1 GB, in pinned memory), the copy takes 50 ms per step.
 """
 import json
 import os
@@ -67,7 +67,7 @@ try:
 except ImportError:                              # Windows has no such locks
     fcntl = None
 
-# While training, Ctrl-C saves the last step, as the other signals do.
+# While training, Ctrl-C saves the last step, like the other signals.
 STOP_SIGNALS = [*env.SIGNALS, signal.SIGINT]
 
 Tensors = dict[str, torch.Tensor]
@@ -78,30 +78,30 @@ Tensors = dict[str, torch.Tensor]
 
 @contextmanager
 def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterator[None]:
-    """A context: whatever ends the program early inside it calls save() first.
+    """A context that calls save() before anything ends the program early.
 
-    save() returns a part of the message: "step 7 is saved". advice(then) says how to continue the
-    run, if possible; `then` is Stopped.then. A bug keeps its traceback. Any other end prints one
-    line and exits with code 1:
+    save() returns part of the message, such as "step 7 is saved". advice(then) says how to continue
+    the run, if possible; `then` is Stopped.then. A bug keeps its traceback. Any other end prints
+    one line and exits with code 1:
 
         train.py: stopped by SIGTERM; step 7 is saved; continue with --resume --out runs/x
 
-    Rank 0 prints it. Another rank prints a line only for an error that may be its own, such as one
-    of --reward: rank 0 only sees that a rank is lost.
+    Rank 0 prints it. Other ranks print a line only for an error that may be theirs alone, such as
+    one in --reward, because rank 0 sees only that a rank was lost.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, env.stop_on_signal)
     try:
         yield
     except BaseException as error:
-        # torchrun repeats its SIGTERM. From here on only SIGKILL can interrupt the saving; torchrun
+        # torchrun repeats its SIGTERM. From here on, only SIGKILL can interrupt the save; torchrun
         # sends it after 30 seconds.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         try:
             saved = save()
         except OSError as failure:
-            saved = f"the last step cannot be saved ({failure}); earlier checkpoints are intact"
+            saved = f"the last step can't be saved ({failure}); earlier checkpoints are intact"
         if not isinstance(error, (Stopped, UserError, OSError, torch.OutOfMemoryError)):
             raise
         then = getattr(error, "then", FIX_AND_CONTINUE)
@@ -115,10 +115,10 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
-    """A context in which a signal is only recorded; it takes effect when the block ends.
+    """A context in which a signal is only recorded and takes effect when the block ends.
 
-    For the block in which the logs, the copy and the checkpoint advance to a new step. A run that
-    ended between two of these would save step 7 with the log lines of step 8.
+    It's for the block in which logs, copy and checkpoint advance to a new step. A run that ended
+    between two of these would save step 7 with the log lines of step 8.
     """
     arrived = []
     before = [signal.signal(number, lambda n, _: arrived.append(n)) for number in STOP_SIGNALS]
@@ -136,14 +136,14 @@ def signals_wait() -> Iterator[None]:
 
 def claim(folder: Path, resume: bool) -> None:
     """Reserves --out for this run: rank 0 creates the folder and locks it until the process ends.
-    UserError if another run has the lock, or the folder of a new run is not empty.
+    UserError if another run has the lock, or if a new run's folder isn't empty.
     """
     if RANK > 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
     if fcntl:
         # The lock belongs to the open handle, which is left open on purpose. The system releases it
-        # whenever the process ends, so unlike a lock file it cannot be left over.
+        # when the process ends, however that happens, so unlike a lock file it can't be left over.
         try:
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -153,18 +153,16 @@ def claim(folder: Path, resume: bool) -> None:
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = f", or --resume --out {folder}" if "run.json" in found else ""
-        if found == ["base"]:                    # the set-up of a run failed after its calibration
-            advice = f", and --model {folder / 'base'}, which is calibrated already"
+        if found == ["base"]:                    # a run's setup failed after calibration
+            advice = f", with --model {folder / 'base'}, which is already calibrated"
         if all(name.startswith(".base.") for name in found):     # files.new_folder's
-            advice = ", or empty this one: a run was killed there while it calibrated"
+            advice = ", or empty this one: a run was killed there while calibrating"
         raise UserError(f"--out {folder} is not empty, it contains {found[0]}: choose another "
                         f"folder{advice}")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders of all checkpoints, in the order of their steps. A user's copy under a longer
-    name does not count.
-    """
+    """All checkpoint folders, ordered by step. A user's copy under a longer name doesn't count."""
     found = [path for path in folder.glob("step_*") if path.name[5:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
@@ -176,10 +174,10 @@ class RunFolder:
     """Everything that a run writes, on rank 0 only, and the copy of its last complete step.
 
     live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
-    result: the name of what is trained, "adapter", or "model" if the files are a full model.
+    result: "adapter", or "model" if a full model is trained.
 
-    copies: name -> copy of a live tensor on the host; counters: name -> number (or anything that
-    JSON preserves), {} before the first complete step.
+    copies: name -> host copy of a live tensor; counters: name -> number (or anything that JSON
+    preserves), {} before the first complete step.
     """
 
     def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None],
@@ -189,18 +187,18 @@ class RunFolder:
         self.write_adapter = write_adapter
         self.result = result
         self.checkpoints = path / "checkpoints"
-        # Pinned memory lets the GPU copy into it directly, at the full speed of the bus.
+        # The GPU can copy into pinned memory directly, at the full speed of the bus.
         self.copies = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
                        for name, t in live.items()}
         self.counters = {}
         self.run_json = {}                       # the content of run.json, set by start()
 
     def start(self, run_json: dict, resume: bool) -> dict:
-        """Writes the run.json of a new run. For a resumed one: puts the newest checkpoint into the
+        """For a new run, writes run.json. For a resumed one, loads the newest checkpoint into the
         live tensors and cuts the logs back to it. Returns the checkpoint's counters, {} if there
         is none.
 
-        run_json: the file's new content; for a resumed run its present content.
+        run_json: the file's new content, or for a resumed run its current content.
         """
         self.run_json = run_json
         if not resume:
@@ -213,17 +211,17 @@ class RunFolder:
         if self.counters:
             for name, t in self.copies.items():
                 self.live[name].copy_(t)
-            self.save()                          # a kill may have come between state and adapter/
+            self.save()                          # in case a kill came between state and adapter/
         return self.counters
 
     def log(self, name: str, objects: list[dict]) -> None:
-        """Appends lines to a log. They are on disk before the checkpoint of their step."""
+        """Appends lines to a log. They reach the disk before their step's checkpoint."""
         if RANK == 0:
             append_lines(self.path / name, objects)
 
     def snapshot(self, counters: dict) -> None:
         """Copies the live tensors and the counters at the end of a step. If the run ends after
-        this, this step is what it saves.
+        this, it saves this step.
         """
         # A tuple would come back as a list. Large state belongs in the tensors.
         assert json.loads(json.dumps(counters)) == counters, f"JSON would change {counters}"
@@ -234,7 +232,7 @@ class RunFolder:
     def save(self) -> str:
         """Writes the last complete step's checkpoint and adapter/. OSError if the disk is full.
 
-        -> a part of the message with which a run ends: which step is saved.
+        -> which step is saved, as part of the message with which a run ends.
         """
         if not self.counters:
             return "nothing was changed"
@@ -260,14 +258,14 @@ class RunFolder:
     def load(self) -> None:
         """Fills the copy from the newest checkpoint, if there is one, and prints which.
 
-        Stopped, with nothing changed, if it is damaged or does not belong to this run, or if there
-        is none although the run has saved one.
+        Raises Stopped, with nothing changed, if it is damaged or doesn't belong to this run, or if
+        there is none although the run has saved one.
         """
         found = checkpoints_in(self.checkpoints)
         trained = self.path / self.result
         if not found and trained.exists():
-            # Somebody who deletes checkpoints to save space does not want the run to start over:
-            # that would empty the logs and replace the trained adapter with a new one.
+            # Anyone who deletes checkpoints to save space doesn't want the run to start over, which
+            # would empty the logs and replace the trained adapter with a new one.
             raise Stopped(f"{self.checkpoints}: no checkpoint: start a new run with "
                           f"--{self.result} {trained}", "")
         if not found:
@@ -278,20 +276,20 @@ class RunFolder:
             counters = json.loads((newest / "state.json").read_bytes())
             tensors = safetensors.torch.load((newest / "state.safetensors").read_bytes())
         except (OSError, ValueError, SafetensorError) as error:
-            raise Stopped(f"{newest}: is damaged ({first_line(error)}): remove it to continue from "
+            raise Stopped(f"{newest} is damaged ({first_line(error)}): remove it to continue from "
                           "the one before", "") from None
         held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
                         for part in (tensors, self.copies))
         if held != wanted:
-            raise Stopped(f"{newest}: is not a state of this run: tensor names, shapes or types "
-                          "differ", "")
+            raise Stopped(f"{newest} is not from this run: tensor names, shapes or types differ",
+                          "")
         for name, t in tensors.items():
             self.copies[name].copy_(t)
         self.counters = counters
         say(f"{newest}: continuing from here")
 
     def keep_adapter(self, name: str) -> None:
-        """Writes the live tensors as adapters/NAME, which no save replaces."""
+        """Writes the live tensors to adapters/NAME, which no save replaces."""
         if RANK == 0:
             self.write_adapter(self.live, self.path / f"{self.result}s" / name)
 
@@ -302,8 +300,8 @@ class RunFolder:
             write_json(self.path / "run.json", self.run_json)
 
     def advice(self, then: str) -> str:
-        """-> the last part of the message with which a run ends: how it can continue, "" if it
-        cannot. then: Stopped.then.
+        """-> how the run can continue, as the last part of the message with which it ends; "" if it
+        can't. then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
         words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
@@ -311,7 +309,7 @@ class RunFolder:
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Cuts a log, if there is one, after its last line of a step before `step`."""
+    """Cuts a log, if there is one, after the last line from a step before `step`."""
     if not path.exists():
         return
     kept = 0

@@ -1,9 +1,9 @@
 """
-Divides a GPU's memory for a training run, before its first step.
+Divides a GPU's memory before the first step of a training run.
 
-The sampler wants a large KV pool, the learner large micro-batches whose activations stay in memory,
-and they compete for the same GiB. The learner's worst case is measured by running it once, so a run
-does not fail at step 300, on the first batch of long answers.
+The sampler wants a large KV pool, the learner wants large micro-batches whose activations stay in
+memory, and they compete for the same GiB. The learner's worst case is measured by running it once,
+so a run doesn't fail at step 300, on the first batch of long answers.
 
     |<-------------------------- limit: --memory-gib, or what is free ------------------------->|
     +---------+---------+--------+--------------+-----------+-----------------------------------+
@@ -16,32 +16,33 @@ does not fail at step 300, on the first batch of long answers.
 
     weights               measured: frozen linears, the buffer that expands one of them, embeddings
     adapter               measured: master, its gradient, the optimizer's moments, 16-bit copies
-    graphs                estimated: for a decode step three times its fp32 logits, and the expanded
-                          W if no kernel reads the packed one; for a prefill its activations
-    CUDA context, NCCL    estimated: what a process takes besides torch's own allocations
+    graphs                estimated: for a decode step, three copies of its fp32 logits, and the
+                          expanded W if no kernel reads the packed one; for a prefill, its
+                          activations
+    CUDA context, NCCL    estimated: what a process uses besides torch's own allocations
     fragments             estimated: what torch loses between its segments
-    longest micro-batch   measured for each size that is tried: forward and backward of rows of full
-                          length, with every layer recomputed in the backward; or the sampler's
-                          largest prefill, if that takes more
-    KV pool               useful up to max_rows sequences of full length
-    activations           of layers that keep theirs, and are not recomputed in the backward
+    longest micro-batch   measured for each size tried: forward and backward of full-length rows,
+                          with every layer recomputed in the backward; or the sampler's largest
+                          prefill, if that takes more
+    KV pool               useful up to max_rows full-length sequences
+    activations           of the layers that keep theirs instead of recomputing them
 
-What is free is assigned in this order:
+Free memory goes, in this order:
 
     1. to the KV pool, up to a quarter of its useful size;
-    2. to the longest micro-batch: of the first of preferred_sizes() that fits, else of the size
-       that leaves the largest pool;
-    3. to the pool, up to half of its useful size: few answers get to full length, and a row that
+    2. to the longest micro-batch, of the first size in preferred_sizes() that fits, or else the
+       size that leaves the largest pool;
+    3. to the pool, up to half of its useful size: few answers reach full length, and a row that
        finds no free kv_block waits;
-    4. to activations, of as many layers as fit;
+    4. to the activations of as many layers as fit;
     5. if that is all layers, to the pool, up to its useful size.
 
-What remains stays unused; the table counts it under activations. Without --max-rows, 512 rows are
+The rest stays unused; the table counts it under activations. Without --max-rows, 512 rows are
 decoded at a time if all of this fits for 512, else 256.
 
-A run that cannot fit is refused at one of two places. check_size() estimates from config.json
-whether the model fits, before it is downloaded. Plan measures the rest, before the first step. Both
-name the flags that help.
+A run that can't fit is rejected in one of two places: check_size() estimates from config.json
+whether the model fits, before it is downloaded, and Plan measures the rest before the first step.
+Both name the flags that help.
 """
 import math
 from functools import cached_property
@@ -58,37 +59,37 @@ from ranks import say
 from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
 
 GIB = 2**30
-MAX_ROWS = 256, 512                                    # that are tried, if --max-rows is not given
-GRAPH_LOGITS = 3 * 4                                   # bytes of one logit: three times in fp32
-LARGEST_PREFILL = 1024                                 # tokens of a graph: decode.PREFILL_SIZES
+MAX_ROWS = 256, 512                                    # tried without --max-rows
+GRAPH_LOGITS = 3 * 4                                   # bytes per logit: three times in fp32
+LARGEST_PREFILL = 1024                                 # tokens in a graph: decode.PREFILL_SIZES
 CUDA_CONTEXT = 0.6 * GIB                               # and NCCL
 FRAGMENTS = 0.03                                       # of the limit; torch's segments can grow
-BITS = {"nvfp4": 4.5, "bf16": 16}                      # of a weight, scales included
+BITS = {"nvfp4": 4.5, "bf16": 16}                      # per weight, scales included
 
 
 class Limits(NamedTuple):
-    """What is fixed beforehand. None: it follows from the rest."""
+    """What is fixed in advance. None: left to the plan."""
     memory_gib: float | None = None              # of this process
     kv_gib: float | None = None                  # of the KV pool
     micro_batch_tokens: int | None = None
-    max_rows: int | None = None                  # answers that are decoded at a time
+    max_rows: int | None = None                  # answers decoded at a time
 
 
 class Division(NamedTuple):
-    """How what is free is divided, for one size of micro-batch."""
+    """How free memory is divided for one micro-batch size."""
     micro_batch_tokens: int
     pool: float                   # bytes
     kept_layers: int              # how many layers keep their activations
 
 
 def preferred_sizes(width: int) -> list[tuple[int, float]]:
-    """Sizes of micro-batches in tokens, the best first, each with the share of layers that must
-    keep their activations: if fewer can, the next size is faster. width: of the model.
+    """Micro-batch sizes in tokens, best first, each with the share of layers that must keep their
+    activations: if fewer can, the next size is faster. width: of the model.
     """
-    # A micro-batch must be so large that kernels take longer than their launches: about 4,096
+    # A micro-batch must be large enough for kernels to take longer than their launches: about 4,096
     # tokens in a wide model, 16,384 or more in a narrow one, whose kernels are shorter. Beyond
-    # that, kept activations save more time than larger micro-batches. tests/test_memory.py has
-    # the times of updates on an H200 that this follows.
+    # that, keeping activations saves more time than larger micro-batches. This is based on update
+    # times on an H200, listed in tests/test_memory.py.
     if width <= 1024:                            # a 0.5B
         best = [(32768, 0), (16384, 0)]
     elif width <= 2048:                          # up to a 3B
@@ -99,8 +100,8 @@ def preferred_sizes(width: int) -> list[tuple[int, float]]:
 
 
 def bound(memory_gib: float | None, device: torch.device) -> None:
-    """Limit torch to its part of the process's memory_gib; None: no limit. Call it before the first
-    allocation. UserError if memory_gib exceeds the GPU's memory or is too little for CUDA itself.
+    """Limits torch to its share of the process's memory_gib (None: no limit). Call it before the
+    first allocation. UserError if memory_gib exceeds the GPU's memory or is too little for CUDA.
     """
     if memory_gib is None or device.type != "cuda":
         return
@@ -112,8 +113,8 @@ def bound(memory_gib: float | None, device: torch.device) -> None:
 
 
 def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
-    """Bytes of a model's weights, and of its adapter in training. Norms and biases, a thousandth of
-    that, are left out.
+    """Bytes of a model's weights, and of its adapter in training, without norms and biases, which
+    would add a thousandth.
     """
     c = config
     heads = c.heads * c.head_dim
@@ -127,8 +128,8 @@ def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
 
 
 def check_size(wanted: Model, config: ModelConfig, limit: float) -> None:
-    """UserError if weights and adapter alone, or all weights in training, exceed `limit` bytes of a
-    GPU's memory.
+    """UserError if weights and adapter alone, or all weights in training, take more than `limit`
+    bytes of GPU memory.
     """
     weights, adapter = model_bytes(config, wanted.base, wanted.lora_rank)
     parts = {f"its {wanted.base} weights": weights,
@@ -140,12 +141,12 @@ def check_size(wanted: Model, config: ModelConfig, limit: float) -> None:
     if sum(parts.values()) > limit:
         taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         help = "--train lora" if wanted.train == "full" else "--base nvfp4, a smaller --lora-rank"
-        raise UserError(f"--model {wanted.model} needs more than the {limit / GIB:.1f} GiB that "
-                        f"are available: {taken}. Use {help}, a smaller model or a larger card")
+        raise UserError(f"--model {wanted.model} needs more than the {limit / GIB:.1f} GiB "
+                        f"available: {taken}. Use {help}, a smaller model or a larger card")
 
 
 def free_memory(memory_gib: float | None) -> float:
-    """The bytes that this process may take, including CUDA's context and what it has allocated:
+    """Bytes that this process may use, including CUDA's context and what it has already allocated:
     --memory-gib, or what is free on the GPU.
     """
     if memory_gib:
@@ -154,10 +155,10 @@ def free_memory(memory_gib: float | None) -> float:
 
 
 class Plan:
-    """The division for one run: micro_batch_tokens, pool (bytes of the KV pool), kept_layers, and
-    max_rows, how many rows are decoded at a time.
+    """One run's division: micro_batch_tokens, pool (bytes of the KV pool), kept_layers, and
+    max_rows (rows decoded at a time).
 
-    model: with its adapter, after its Learner was made, which allocates everything it keeps.
+    model: with its adapter, after its Learner was created, which allocates everything it keeps.
     prompt_tokens, new_tokens: of the longest row. answers: the most that a step or an evaluation
     decodes. with_reference: whether the learner also computes log-probs without the adapter.
     UserError if nothing fits.
@@ -171,31 +172,31 @@ class Plan:
         self.measured = {}                       # tokens of a micro-batch -> its bytes
         self.prompt_tokens = prompt_tokens
         self.row_tokens = prompt_tokens + new_tokens
-        # All of the model's: an adapter may leave some out.
+        # All of the model's, since an adapter may skip some.
         self.linears = [module for module in model.modules() if isinstance(module, Linear)]
         for linear in self.linears:
-            linear.wide_weight()                 # allocates their shared buffer, to measure it
+            linear.wide_weight()                 # allocates their shared buffer, so it's measured
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
         self.limit = free_memory(limits.memory_gib)
         c = model.config
         kv_token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
         self.kv_row = self.row_tokens * kv_token
-        # The least that sampler.allocate_kv accepts: one sequence of full length.
+        # The least that sampler.allocate_kv accepts: one full-length sequence.
         self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         tried = [limits.max_rows] if limits.max_rows else MAX_ROWS
         for rows in sorted({min(most, answers) for most in tried}, reverse=True):
             best = self._divide(rows)
             if best and best.pool >= rows * self.kv_row:
-                break                            # the pool is complete
+                break                            # the pool has its useful size
         fixed = self._fixed(rows)
         if best is None:
             taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in fixed.items())
             raise UserError(f"rows of {self.row_tokens} tokens do not fit: of "
-                            f"{self.limit / GIB:.1f} GiB {taken} leave too little for a forward "
-                            "and backward and the KV cache: use a smaller --micro-batch-tokens, "
-                            "--max-rows, --max-new-tokens or --lora-rank, a smaller model or a "
-                            "larger card")
+                            f"{self.limit / GIB:.1f} GiB, {taken} leave too little for a forward "
+                            "and backward pass and the KV cache: use a smaller "
+                            "--micro-batch-tokens, --max-rows, --max-new-tokens or --lora-rank, a "
+                            "smaller model or a larger card")
         self.max_rows = rows
         self.micro_batch_tokens, self.pool, self.kept_layers = best
         self.free = self.limit - sum(fixed.values())                   # bytes that were divided
@@ -207,7 +208,7 @@ class Plan:
             say(f"{name:22} {size / GIB:8.2f} GiB")
 
     def _fixed(self, max_rows: int) -> dict[str, float]:
-        """The parts that are not decided here: name -> bytes."""
+        """The parts that aren't decided here: name -> bytes."""
         parameters = self.model.adapter.master.numel()
         adapter_bytes = Learner.state_bytes(parameters, self.model.dtype)
         c = self.model.config
@@ -220,8 +221,8 @@ class Plan:
                 "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * self.limit}
 
     def _divide(self, max_rows: int) -> Division | None:
-        """Divide what is free as the top of the file says. None if no size of micro-batch leaves
-        the pool one sequence of full length, or limits.kv_gib.
+        """Divides free memory as described at the top of the file. None if no micro-batch size
+        leaves the pool enough for one full-length sequence, or for limits.kv_gib.
         """
         layers = self.model.config.layers
         free = self.limit - sum(self._fixed(max_rows).values())
@@ -238,7 +239,7 @@ class Plan:
             left = free - self.measured[tokens]
             if left < least_pool:
                 continue
-            # A row that is longer is a micro-batch of its own.
+            # A longer row is a micro-batch of its own.
             layer = self.layer_bytes_per_token * max(tokens, self.row_tokens)
             pool = min(left, max(least_pool, useful_pool / 2))
             kept_layers = min(layers, int((left - pool) / layer))
@@ -250,7 +251,7 @@ class Plan:
         return max(tried, key=lambda division: division.pool, default=None)
 
     def _largest_micro_batch(self, tokens: int, kept_layers: int) -> torch.Tensor:
-        """Log-probs of rows of full length: prompts of one token, so that all others are scored."""
+        """Log-probs of full-length rows with one-token prompts, so all other tokens are scored."""
         full, rest = divmod(tokens, self.row_tokens)
         rows = [[0] * self.row_tokens] * max(full, 1)
         if full and rest > 1:
@@ -259,7 +260,7 @@ class Plan:
 
     @cached_property
     def layer_bytes_per_token(self) -> float:
-        """What a layer keeps per token of a micro-batch if it keeps its activations."""
+        """Bytes per token of a micro-batch that a layer takes to keep its activations."""
         def held(kept_layers):
             logprobs = self._largest_micro_batch(self.row_tokens, kept_layers)  # noqa: F841
             return torch.cuda.memory_allocated()     # while logprobs' graph holds the activations
@@ -292,7 +293,7 @@ class Plan:
             torch.cuda.empty_cache()
 
     def dry_step(self) -> "Plan":
-        """Try the plan with the pool in place, and let layers drop their activations until it fits.
+        """Tries the plan with the pool in place, and drops layers' activations until it fits.
 
         Activations were extrapolated from one layer and one row, and segments may not grow as well
         as they did without the pool. -> this Plan. UserError if nothing fits next to the pool.
@@ -301,7 +302,7 @@ class Plan:
         tokens = self.micro_batch_tokens
         layer = self.layer_bytes_per_token * max(tokens, self.row_tokens)
         while self.kept_layers and (over := self.worst_case(tokens, self.kept_layers) - free) > 0:
-            # Drop as many as are too many, or an eighth if the GPU ran out of memory (inf).
+            # Drop the excess layers, or an eighth if the GPU ran out of memory (inf).
             fewer = math.ceil(over / layer) if over < math.inf else self.kept_layers // 8
             self.kept_layers = max(0, self.kept_layers - max(1, fewer))
         if not self.kept_layers and self.worst_case(tokens) == math.inf:

@@ -4,8 +4,8 @@ From settings to a run that is ready to start.
     run = prepare(settings, earlier)             # both from config.read_settings()
     progress = begin(run)                        # at step 0, or at the checkpoint of a resumed run
 
-All checks are made here, before the first step, cheap ones before downloads, tokenization and
-weights.
+All checks happen here, before the first step, and the cheap ones before downloading, tokenizing
+and loading weights.
 """
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ from weights import TRAINED_WITH, ModelFolder, tell_other_conditions, training_c
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. Every step makes a new one."""
+    """How far a run has come. Each step makes a new one."""
     step: int = 0                                # completed steps
     cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
@@ -69,7 +69,7 @@ class Run:
 
 
 def prepare(settings: Settings, earlier: dict | None) -> Run:
-    """-> a Run. UserError if flags, files or the machine do not allow it.
+    """-> a Run. UserError if flags, files or the machine don't allow it.
 
     earlier: the content of run.json if the run is resumed, else None.
     """
@@ -82,7 +82,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     folder.check_length(settings.max_prompt_tokens + settings.max_new_tokens)
     tokenizer = Tokenizer(folder.path, settings.thinking)
     problems, held_out = split_problems(settings, tokenizer)
-    claim(out, earlier is not None)              # no other run writes there
+    claim(out, earlier is not None)              # so no other run writes there
     console.greet(settings, problems, held_out, device)
     join_ranks(device)
     flags = without_local(vars(settings))
@@ -128,7 +128,7 @@ CALIBRATION_PROBLEMS = 128                       # as in the study
 
 
 def calibration_problems(wanted: Model, device: torch.device, config: dict) -> int:
-    """--calibrate; its default depends on model and device. config: the model's config.json."""
+    """--calibrate, whose default depends on model and device. config: the model's config.json."""
     if wanted.calibrate is not None:
         return wanted.calibrate
     becomes_nvfp4 = wanted.base == "nvfp4" and not config.get("quantization_config")
@@ -136,8 +136,8 @@ def calibration_problems(wanted: Model, device: torch.device, config: dict) -> i
 
 
 def check_same_on_all_ranks(flags: dict) -> None:
-    """UserError if a rank was started with other flags or problems than rank 0, as can happen on
-    several hosts. Paths may differ, and so may micro-batches: all ranks use the smallest.
+    """UserError if a rank was started with different flags or problems than rank 0, as can happen
+    across hosts. Paths may differ, and so may micro-batches, since all ranks use the smallest.
     """
     mine = {name: value for name, value in flags.items()
             if name not in (*MAY_MOVE, "adapter", "micro_batch_tokens")}
@@ -149,7 +149,7 @@ def check_same_on_all_ranks(flags: dict) -> None:
 
 
 def check_unchanged(earlier: dict, flags: dict) -> None:
-    """UserError unless a resumed run has the problems and weights that it started with."""
+    """UserError unless a resumed run has the problems and weights it started with."""
     for name, what in (("problems_sha256", f"--data {flags['data']}: problems or prompts"),
                        ("weights_sha256", f"--model {flags['model']}: weights")):
         if earlier.get(name) != flags[name]:
@@ -158,14 +158,14 @@ def check_unchanged(earlier: dict, flags: dict) -> None:
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
                device: torch.device) -> qwen.Qwen:
-    """-> the model of --base and --calibrate, with a new adapter, with that of --adapter, or with
-    all weights trainable.
+    """-> the model in the format of --base and --calibrate, with a new adapter, the one from
+    --adapter, or all weights trainable.
     """
     base = folder.choose_base(settings.base)
     count = calibration_problems(settings, device, folder.config)
-    calibrated = Path(settings.out) / "base"     # a resumed run may have it, whatever the default
+    calibrated = Path(settings.out) / "base"     # a resumed run may have one, whatever the default
     if not calibrated.exists():
-        folder.download()                        # on every rank: a wait for rank 0 has a timeout
+        folder.download()                        # on every rank: waiting for rank 0 would time out
     if count or calibrated.exists():
         if RANK == 0 and not calibrated.exists():
             calibrate.write_calibrated(folder, calibrated, tokenizer, problems, count, device,
@@ -185,14 +185,14 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
 
 
 def starting_adapter(settings: Settings) -> str | None:
-    """--adapter; None once the run has a checkpoint, which replaces it."""
+    """--adapter, or None once the run has a checkpoint, which replaces it."""
     # A run that was killed before its first checkpoint starts from --adapter again.
     saved = checkpoints_in(Path(settings.out, "checkpoints"))
     return None if saved else settings.adapter
 
 
 def loss_of(objective: Objective) -> grpo.Loss:
-    """--loss, with the values of the flags that were given: those named like a field of Loss."""
+    """The loss of --loss, with the fields that a flag of the same name overrides."""
     names = [field.name for field in dataclasses.fields(grpo.Loss)]
     given = {name: getattr(objective, name) for name in names
              if getattr(objective, name, None) is not None}
@@ -200,11 +200,12 @@ def loss_of(objective: Objective) -> grpo.Loss:
 
 
 def limits_at_start(earlier: dict | None, limits: memory.Limits) -> memory.Limits | None:
-    """KV pool, rows and micro-batches that a resumed run started with; None for a new run, or if
-    --memory-gib has a new value.
+    """The KV pool, rows and micro-batches that a resumed run started with; None for a new run, or
+    if --memory-gib has a new value.
     """
     # They decide which answers are decoded together and in which order gradients are summed, and
-    # so the last digits. A second start may measure other values: only the first one calibrates.
+    # thus the last digits. Measuring again may give other values, as only the first start
+    # calibrates.
     if earlier is None or limits.memory_gib not in (None, earlier["memory_plan"]["memory_gib"]):
         return None
     return memory.Limits(**earlier["memory_plan"])._replace(memory_gib=limits.memory_gib)
@@ -220,7 +221,7 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
     model = learner.model
     longest = max_prompt_tokens + rollout.max_new_tokens
     limits = limits._replace(max_rows=rollout.max_rows)
-    # Each rank has its share of a step's answers and of the held-out problems.
+    # Each rank gets its share of a step's answers and of the held-out problems.
     answers = max(math.ceil(rollout.prompts_per_step / WORLD) * rollout.group_size,
                   math.ceil(num_held_out / WORLD))
     if model.device.type == "cuda":
@@ -232,7 +233,7 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
         except UserError as error:
             if not first_limits:
                 raise
-            say(f"the memory plan that the run started with does not fit ({error}); with another "
+            say(f"the memory plan that the run started with does not fit ({error}); with a new "
                 "one, results may differ in the last digits from an uninterrupted run")
             plan = plan_of(limits)
         plan.pool = min(gather([plan.pool]))     # run.json has one pool size for all ranks,
@@ -246,7 +247,7 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
         tokens = (first_limits or limits).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations are cheaper to keep than to recompute.
         kept_layers = len(model.layers) if model.config.width <= 256 else 0
-    tokens = min(gather([tokens]))               # ranks share one list, so all must cut it alike
+    tokens = min(gather([tokens]))               # ranks share one list and must all cut it alike
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
     say(f"{learner.adapter.master.numel():,} trained parameters; KV pool of "
@@ -277,40 +278,40 @@ def begin(run: Run) -> Progress:
         if changes:
             run.folder.note(**changes)
         if "steps" in changes:
-            say(f"--steps was {earlier['steps']}, is now {changes['steps']}: the schedules of "
-                "learning rate and noise stretch, so both may rise again")
+            say(f"--steps was {earlier['steps']}, is now {changes['steps']}: the learning rate and "
+                "noise schedules stretch, so both may rise again")
     run.folder.snapshot(dataclasses.asdict(progress))
-    if device.type == "cuda":                    # console.farewell() prints that of training only
+    if device.type == "cuda":                    # console.farewell() prints training's peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return progress
 
 
 # -----------------------------------------------------------------------------
-# Where a process computes
+# The device
 
 def choose_device(name: str | None, model: str | Path, kernels: str | None = None) -> torch.device:
-    """--device and --kernels -> the device, which becomes torch's current one: Triton launches
-    there. Under torchrun it is this rank's GPU; without a name, a GPU if there is one, else a CPU.
+    """--device and --kernels -> the device, made torch's current one because Triton launches there.
+    Under torchrun it is this rank's GPU; without a name, a GPU if there is one, else the CPU.
 
-    UserError if there is no such device, if the kernels do not run on it, if one GPU is named under
+    UserError if there is no such device, if the kernels don't run on it, if one GPU is named under
     torchrun, or if a model would be downloaded for a CPU without an explicit --device cpu.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu" and not Path(model).is_dir():
-            raise UserError(f"--model {model}: there is no such folder, and a model is only "
-                            "downloaded if torch sees a GPU (--device cpu runs it on the CPU, far "
-                            "too slowly to train)")
+            raise UserError(f"--model {model}: there is no such folder, and models are downloaded "
+                            "only if torch sees a GPU (--device cpu runs them on the CPU, far too "
+                            "slowly to train)")
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
     if not match:
         raise UserError(f"--device {name}: expected cpu, cuda or cuda:N")
     if name == "cpu":
         if kernels == "portable":
-            raise UserError(f"--kernels {kernels}: runs on a GPU, not on the CPU")
+            raise UserError(f"--kernels {kernels} needs a GPU, but the device is cpu")
         return torch.device(name)
     if WORLD > 1 and match[1]:
-        raise UserError(f"--device {name}: under torchrun each rank takes a GPU of its own: use "
+        raise UserError(f"--device {name}: under torchrun each rank takes its own GPU: use "
                         "--device cuda")
     index = LOCAL_RANK if WORLD > 1 else int(match[1] or 0)
     if index >= torch.cuda.device_count():
@@ -322,15 +323,15 @@ def choose_device(name: str | None, model: str | Path, kernels: str | None = Non
 
 
 def load_kernels(device: torch.device, kernels: str | None = None) -> None:
-    """Registers what runs on this GPU: the plain functions for kernels "torch", else fast/.
-    UserError if its kernels do not run there.
+    """Registers the functions for this GPU: plain ones for kernels "torch", else those in fast/.
+    UserError if those don't run there.
     """
     if kernels == "torch":
         ON_GPU.update(PLAIN, pack=nvfp4.plain_weight, GraphEngine=TorchEngine)
         return
-    instead = "; --kernels torch, untested there, needs none"
+    instead = "; try --kernels torch (untested there)"
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
-        raise UserError(f"--device {device}: an AMD GPU; the kernels run on NVIDIA GPUs only"
+        raise UserError(f"--device {device}: an AMD GPU, but the kernels run only on NVIDIA GPUs"
                         f"{instead}")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -345,14 +346,14 @@ def load_kernels(device: torch.device, kernels: str | None = None) -> None:
 
 
 def configure_cpu(model) -> None:
-    """On a CPU, makes runs with one seed equal bit for bit, and small models fast."""
-    # Answers to one problem share its prompt, whose gradients torch's threads add up in any order;
-    # deterministic mode fixes the order.
+    """On a CPU, makes runs with the same seed bit-identical, and small models fast."""
+    # Answers to one problem share its prompt, whose gradients torch's threads add up in arbitrary
+    # order. Deterministic mode fixes the order.
     if model.device.type == "cpu":
         # torch.use_deterministic_algorithms(True) does the same, but also imports the compiler.
         torch.set_deterministic_debug_mode("error")
         # The mode would also fill every torch.empty() with NaN, for debugging.
         torch.utils.deterministic.fill_uninitialized_memory = False
-        # More threads would wait for each other longer than they compute.
+        # More threads would spend longer waiting for each other than computing.
         if model.config.width < 1024:
             torch.set_num_threads(min(2, torch.get_num_threads()))

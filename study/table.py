@@ -6,17 +6,17 @@ Recompute the study's figures from results.csv, or draw its picture.
 
 results.csv has one row per run: arm and seed, model, data, codes of the frozen
 weights ("trained": full fine-tuning), learning rate, noise (sigma), correction,
-steps, number of test problems, and the right answers in percent before and
-after training: greedy, and sampled (8 per problem at temperature 1).
+steps, number of test problems, and the percentage of right answers before and
+after training, greedy and sampled (8 per problem at temperature 1).
 
-A difference is arm A minus arm B in points after training (other seeds, same
-test problems and 4-bit conversions), with the half width of its 95% interval:
+A difference is arm A minus arm B after training, in points, with the half width
+of its 95% interval for other seeds (same test problems, same 4-bit conversions):
 
     paired    Student's t over the seeds that both arms have
     Welch     Welch's t over all seeds of either arm, for the difference of
               their means
 
-With fewer than FEW seeds the differences of single seeds are printed too.
+With few seeds, each seed's difference is printed too.
 """
 import argparse
 import csv
@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import mean, stdev, variance
 
 FEW = 5
-# What the page compares: (what, arm A, arm B). Several arms in a row are averaged, seed by seed; arms joined by + have
-# one setting and different seeds; arm@2-6 is its seeds 2 to 6.
+# What the page compares: (what, arm A, arm B). Arms separated by a space are averaged, seed by seed; arms joined by +
+# have the same setting and different seeds; arm@2-6 means its seeds 2 to 6.
 COMPARISONS = (
     ("calibrated - bf16, both at 2e-4", "planned-calibrated", "planned-bf16"),
     ("calibrated - bf16, both at 2e-4, with the seeds before", "planned-calibrated+rate-calibrated-2e-4",
@@ -82,7 +82,7 @@ COMPARISONS = (
     ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
     ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
 )
-# Comparisons of the 0.5B and of the 1.5B that are averaged.
+# Comparisons averaged over the 0.5B and the 1.5B.
 BOTH_MODELS = {
     "200 steps, calibrated - bf16, both at 1e-4": (("default-0.5b", "default-bf16-0.5b"),
                                                    ("default-1.5b", "default-bf16-1.5b")),
@@ -95,7 +95,7 @@ BOTH_MODELS = {
     "repaired - calibrated": (("planned-repaired", "planned-calibrated"),
                               ("math-planned-repaired", "math-planned-calibrated")),
 }
-# The picture's rows by heading: label, and the pairs of arms whose differences it shows.
+# The picture's rows by heading: label, and the two arms whose difference it shows.
 ROWS = {
     "NVFP4 minus bf16": (
         ("0.5B, GSM8K, paper's recipe, 600 steps", ("paper-nvfp4-aqn", "paper-bf16")),
@@ -116,7 +116,7 @@ ROWS = {
         ("0.5B, GSM8K", ("planned-repaired", "planned-calibrated")),
         ("1.5B, MATH", ("math-planned-repaired", "math-planned-calibrated"))),
 }
-# Quantiles of Student's t at 97.5 % by degrees of freedom; between two the straight line, beyond 15 1.96 + 2.5 / f.
+# 97.5% quantiles of Student's t by degrees of freedom f: linear in between, 1.96 + 2.5 / f from 15 on.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
@@ -144,7 +144,7 @@ def chosen(arms: dict, name: str) -> dict[int, dict]:
 
 
 def values(arms: dict, names: str, kind: str) -> dict[int, float]:
-    """seed -> accuracy, averaged over the arms that `names` lists; seeds that all of them have. kind: a column, or
+    """seed -> accuracy, averaged over the arms in `names`, for the seeds that all of them have. kind: a column, or
     "gain" or "greedy gain": sampled or greedy after training minus before.
     """
     def value(row):
@@ -160,11 +160,11 @@ def values(arms: dict, names: str, kind: str) -> dict[int, float]:
 
 
 def compare(arms: dict, a: str, b: str, kind: str) -> dict | None:
-    """The difference of two arms; None if an arm lacks this kind of answers.
+    """The difference between two arms; None if an arm lacks this kind of answer.
 
-    differences: seed by seed; mean, paired: theirs, absent if the arms have no seed in common.
-    welch_mean: the difference of the arms' means over all their seeds, which Welch's interval surrounds.
-    all_seeds: how many each arm has. other_seeds: whether they differ.
+    differences: seed by seed; mean, paired: their mean and half width, absent if the arms have no seed in common.
+    welch_mean: the difference between the arms' means over all their seeds, the center of Welch's interval.
+    all_seeds: how many each arm has. other_seeds: whether the arms' seeds differ.
     """
     left, right = values(arms, a, kind), values(arms, b, kind)
     if not left or not right:
@@ -195,8 +195,8 @@ def line_of(found: dict) -> str:
 
 
 def over_both(found: list[dict]) -> tuple[float, float]:
-    """Several paired differences as one, weighted by inverse variance: mean, half width by Student's t with Welch and
-    Satterthwaite's degrees of freedom.
+    """Combines paired differences, weighted by inverse variance -> mean, and half width by Student's t with
+    Welch-Satterthwaite degrees of freedom.
     """
     freedoms = [len(one["differences"]) - 1 for one in found]
     weights = [(t_quantile(f) / one["paired"])**2 for f, one in zip(freedoms, found)]
@@ -206,7 +206,7 @@ def over_both(found: list[dict]) -> tuple[float, float]:
 
 
 def welch(left: dict[int, float], right: dict[int, float]) -> float:
-    """Half the width of Welch's 95% interval, over all seeds of either arm; NaN for a single seed."""
+    """The half width of Welch's 95% interval, over all seeds of both arms; NaN if either has only one."""
     sides = [list(side.values()) for side in (left, right)]
     if min(map(len, sides)) < 2:
         return float("nan")
@@ -263,7 +263,7 @@ def main() -> None:
     if out:
         out.write_text(picture(arms))
         return
-    print("right answers in percent: before -> after training, mean of the seeds\n")
+    print("right answers in percent, before -> after training, mean over seeds\n")
     for name, arm in arms.items():
         parts = []
         for kind in ("greedy", "sampled"):

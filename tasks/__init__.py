@@ -1,1 +1,1 @@
-"""What a problem is, and when an answer to it is right."""
+"""Problems, and whether an answer to one is right."""

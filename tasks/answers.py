@@ -1,13 +1,13 @@
 r"""
-Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold) tells whether a gold
+Are two answers equal? is_equal(r"\frac12", "0.5") is True. can_read(gold) says whether a gold
 answer can be compared at all.
 
 An answer is a function of its variables; "5" has none. Two answers are equal if their values agree
-at six fixed points. That needs no computer algebra and no syntax tree: the reader computes while it
-parses, once per point. Each section of this file is one step:
+at six fixed points. That takes neither computer algebra nor a syntax tree: the reader computes as
+it parses, once per point. Each section of this file is one step:
 
     1. clean-up     "$\dfrac{1}{2}$ cm."   ->  r"\frac{1}{2}" and the unit {"cm"}
-    2. numbers      what the variables are at a point, and arithmetic there
+    2. numbers      the variables' values at a point, and arithmetic with them
                     (in 100 digits, by tasks/decimals.py)
     3. reader       r"\frac{1}{2}"         ->  a Reading, here Number(0.5)
     4. comparison   two Readings           ->  True or False
@@ -18,12 +18,12 @@ A Reading is the value of an answer at one point:
     Group(kind, items)      a tuple, interval, list, set or union; also 50%, 3 mod 7, 1:2:3
     Relation                x = 5 or 0 < x <= 1: the operators, and the sides with their tokens
 
-Accepting a wrong answer is the worst error, because training then rewards it. So a decimal equals a
+The worst error is accepting a wrong answer, because training then rewards it. So a decimal equals a
 fraction only if it has six digits and rounds correctly, a list never equals one of its members, and
-nothing equals the empty answer. An answer that cannot be read equals only its own text. Counters
-limit the work, not clocks, so a verdict is the same on every machine.
+nothing equals the empty answer. An answer that can't be read equals only its own text. Work is
+limited by counters, not clocks, so a verdict is the same on every machine.
 
-Graders disagree on these; here is what this one does:
+Graders disagree on these; this is what ours does:
 
     50% is 0.5 and also 50                      10 mod 7 is 3
     2:3 is 2/3, but 10:30 is a time             52 stands for 52_8
@@ -76,8 +76,8 @@ FUNCTIONS = TRIG | frozenset("""arcsin arccos arctan ln log exp sqrt max min
 
 
 def unwrap_text(match: re.Match) -> str:
-    r"""\text{...} without the command. Formulas, single letters, functions, "and" and "or" lose it
-    without a trace; other words, such as units, are put between « and ».
+    r"""Removes the command from \text{...}. Formulas, single letters, functions, "and" and "or" are
+    left bare; other words, such as units, are put between « and ».
     """
     word = match[1].strip().rstrip(". ")  # keeps the first point: \text{.5} is not 5
     is_formula = re.fullmatch(
@@ -128,7 +128,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (TEXT, unwrap_text),
     # 90^\circ and 90^{\circ} are 90°
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ" + NO_LETTER + r")|\\circ" + NO_LETTER, "°"),
-    # 0.1\overline{6}: the period is written out to 80 digits
+    # 0.1\overline{6}: the repeating part is written out to 80 digits
     (r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{([0-9]{1,20})\}",
      lambda match: f"{match[1] or 0}.{match[2]}{(match[3] * 80)[:80]} "),
     # 20 per cent is 20%, 45 «degrees» is 45°
@@ -146,7 +146,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # 2x for all x
     (r"(?is)(?<=..)(?:(?<=\s)«?|,)(?:for (?:all|every|any|each)\b|\\forall)"
      r"(?!.*\b(?:but|except)\b).*", ""),
-    # dollar signs around formulas, and currencies in larger ones
+    # dollar signs around formulas, and currency signs inside larger ones
     (r"[$~€£]", ""),
     # \{\}
     (r"\\\{\s*\\\}", r"\\emptyset "),
@@ -168,9 +168,9 @@ SPELLED["all-real-numbers"] = r"(-\infty,\infty)"
 SPELLED["no-solution"] = SPELLED["no-solutions"] = r"\emptyset"
 
 
-@lru_cache(1_000)  # a group of answers shares its gold answer and its question
+@lru_cache(1_000)  # a group of answers shares its gold answer and question
 def clean(s: str) -> str:
-    """Removes styling, and brings spelling and spacing to one form."""
+    """Removes styling and normalizes spelling and spacing."""
     if len(s) > 2 * MAX_ANSWER:
         return s
     s = s.strip().translate(UNICODE)
@@ -207,7 +207,7 @@ DOUBT = re.compile(r"""(?i)(?<![a-z\\])(?:not|no(?:\ longer|(?=\ [a-z]\ *=))|nev
     |nor|but|if|except|unless|wrong|false|incorrect|untrue|invalid|impossible|mistaken|rejected
     |excluded|nope|unlikely|doubtful|maybe|perhaps|possibly|might|could|fails|[a-z]+n['’]t|isnt
     |minus|plus|twice|double|triple|half|negative|opposite)(?![a-z])""", re.VERBOSE)
-# As often a product as a unit: 5 mg has a unit, but 2mg and \pi hr are products.
+# Just as often a product as a unit: 5 mg has a unit, but 2mg and \pi hr are products.
 PRODUCTS = frozenset("am pm mg ml gm hr yr".split())
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
@@ -253,7 +253,7 @@ def split_unit(s: str) -> tuple[str, set[str]]:
 class Group(NamedTuple):
     """Several readings, or one with a mark such as % that is not part of its value."""
     kind: str              # brackets such as "()" or "(]", "list", "set", "union", "%", "mod", ":"
-    items: list            # of a matrix its rows, as tuples; of a column its cells
+    items: list            # a matrix's rows, as tuples; a column's cells
 
 
 class Side(NamedTuple):
@@ -278,16 +278,16 @@ RANGES = ((0.96, 1), (0.96, 1), (1, 1.045), (2, 5), (2, 5), (13, 33))
 class Point:
     """Values for the variables at point number `index`, and the work left for the comparison.
 
-    One point is enough to tell polynomials apart: different ones practically never agree to 50
-    digits. Functions such as |x| and x agree where x is positive. So at points 1, 3 and 5 some
-    variables are negative, each (up to seven) with its own pattern of signs.
+    One point is enough to tell polynomials apart, since different ones practically never agree to
+    50 digits. But functions such as |x| and x agree wherever x is positive, so at points 1, 3 and 5
+    some variables are negative, each (up to seven) with its own pattern of signs.
     """
 
     def __init__(self, names: set):
         patterns = (3, 5, 6, 7, 1, 2, 4)  # bits: at which of the points 1, 3, 5 it is negative
         self.signs = {name: patterns[i % 7] for i, name in enumerate(sorted(names))}
         self.work = MAX_WORK
-        self.factors = {}          # of two equations, at the first point: see proportional()
+        self.factors = {}          # between equations, at the first point: see proportional()
         self.index = 0
 
     def spend(self, amount: int) -> None:
@@ -399,10 +399,10 @@ def tokenize(s: str) -> list[str]:
 
 
 class Reader:
-    r"""Reads the tokens of one answer, and computes its value at one point on the way.
+    r"""Reads the tokens of one answer and computes its value at one point as it goes.
 
     Precedence climbing: expression() reads an operand, then each operator that binds tighter than
-    its caller's. Where a parser would build a node "+", infix() adds, so every method returns a
+    its caller's. Where a parser would build a "+" node, infix() adds, so every method returns a
     Reading:
 
         1 + 2 x          expression(0)     1, then "+" binds tighter than nothing
@@ -436,7 +436,7 @@ class Reader:
             self.accept("=", "≈")  # "= 5" is 5
             rows[-1].append(self.expression(stops=frozenset(closers)))
             separator = self.accept(between, after)
-            while self.accept(between, after):  # clean-up makes two commas of ", and"
+            while self.accept(between, after):  # clean-up turns ", and" into two commas
                 pass
             if not separator or self.peek() in ("", *closers):
                 self.take(*closers)
@@ -595,7 +595,7 @@ class Reader:
         return self.expression(POSTFIX)  # nothing binds tighter: one operand
 
     def function(self, name: str, opener: str = "") -> Reading:
-        r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|. The name or the first | has been read."""
+        r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|. The name or first | is already read."""
         if name == "sqrt":
             [degree] = self.listing(("]",)) if self.accept("[") else [Number(2)]
             exponent = self.point.compute("/", ONE, degree)
@@ -638,7 +638,7 @@ RANGE = re.compile(r"([0-9]{1,20})\s*-\s*([0-9]{1,20})")
 
 
 def join_thousands(s: str) -> str:
-    """1,234 -> 1234. In brackets these are two items: (100,200) is a point."""
+    """1,234 -> 1234. In brackets, these are two items: (100,200) is a point."""
     depth = 0
     parts = re.split(r"(\\[{}]|\\[lr]angle|[()\[\]])", s)
     for i, part in enumerate(parts):
@@ -694,8 +694,8 @@ PLAIN = re.compile(rf"«(?:\\(?:{GREEK})|[A-Za-z])(?:\([a-z]\))?")  # x, \theta,
 
 
 def may_rename(a: tuple, b: tuple) -> bool:
-    """Can two labels name the same thing? x and k can, f(x) and y, x_1 and x. But x_1 and x_2 are
-    different things, and so are f(0) and f(1), y and y', AB and AC, (x, y) and (y, x).
+    """Can two labels name the same thing? x and k can; so can f(x) and y, or x_1 and x. But x_1 and
+    x_2 are different things, and so are f(0) and f(1), y and y', AB and AC, (x, y) and (y, x).
     """
     x, y = "".join(a), "".join(b)
     are_plain = PLAIN.fullmatch(x) and PLAIN.fullmatch(y)
@@ -704,7 +704,8 @@ def may_rename(a: tuple, b: tuple) -> bool:
 
 def same_number(a: Reading, b: Reading, point: Point) -> bool:
     """50% is 0.5 and also 50, because the question often has the sign. But 0.5% is not 0.5, and
-    2500% is not 25: there an answer could be wrong by a factor of 100. 3 mod 7 is 10 mod 7 and 3.
+    2500% is not 25, since that could let an answer be wrong by a factor of 100. 3 mod 7 is 10 mod 7
+    and 3.
     """
     if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
         return False
@@ -747,7 +748,7 @@ def in_any_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
 
 
 def distinct(items: list[Reading], point: Point) -> list[Reading]:
-    """Without repeats, for sets and unions."""
+    """Drops repeats, for sets and unions."""
     return [x for i, x in enumerate(items) if not any(same(x, y, point) for y in items[:i])]
 
 
@@ -799,7 +800,7 @@ def is_solved(sides: list[Side]) -> bool:
 
 
 def total(equation: Relation) -> Reading | None:
-    """m + n = 116 -> 116: problems ask for m + n. None if the left is not a sum of names."""
+    """m + n = 116 -> 116: problems ask for m + n. None if the left isn't a sum of names."""
     left, right = equation.sides
     names = [token for token in left.tokens if token not in ("+", "-")]
     is_sum = label(names) and len(names_in(names)) > 1 and left.tokens[0] == names[0]
@@ -878,8 +879,8 @@ RULES = {
 
 
 def same_function(a: Answer, b: Answer) -> bool:
-    """Equal at six points. Those where one has no value (a pole, lost digits) are skipped, but
-    three must be left.
+    """Are they equal at six points? Points where one has no value (a pole, lost digits) are
+    skipped, but at least three must remain.
     """
     names = a.names | b.names
     point = Point(names)
@@ -909,7 +910,7 @@ PRODUCT = re.compile(r"[a-np-z]\s*[A-NP-Za-np-z]|[A-NP-Z]\s*[a-np-z]|[b-df-hj-np
 
 def word_key(s: str) -> str:
     """The letters of an answer in words, or of a choice: "(c)" -> "C". Empty for other answers.
-    Case is ignored in long words and initials, but not in short names: r is not R, AB is not ab.
+    Ignores case in long words and initials, but not in short names: r is not R, AB is not ab.
     """
     bare = re.sub(r"[«»\s(){}.\"]", "", s)
     if not bare.isalpha() or bare in ("pi", *INFINITIES):
@@ -922,7 +923,7 @@ def word_key(s: str) -> str:
 def is_equal(pred: str, gold: str) -> bool:
     """Is the answer `pred` equal to the answer `gold`? Symmetric, bounded in time, never raises.
 
-    An answer that cannot be read equals only its own text. Nothing equals an empty answer.
+    An answer that can't be read equals only its own text. Nothing equals an empty answer.
     """
     if pred == gold:
         return pred.strip() != ""

@@ -3,7 +3,7 @@ Word problems of one or two steps with integers, which the bundled model learns 
 
     problems = arithmetic("train")               tuples (id, question, answer)
 
-The splits share no question: a hash of its text decides which one it belongs to.
+No question is in both splits: a hash of its text decides which one it belongs to.
 """
 import random
 import zlib
@@ -49,12 +49,12 @@ def word_problem(rng):
 
 
 def is_held_out(question):
-    """One in eight is in the test split, by a hash of its text, so no seed mixes the splits."""
+    """One in eight is in the test split, by a hash of its text, so no seed can mix the splits."""
     return zlib.crc32(question.encode()) % 8 == 0
 
 
 def arithmetic(split, count=None, seed=0):
-    """`count` different problems of one split (default: COUNTS), the same on every machine."""
+    """`count` different problems from a split (default: COUNTS), the same on every machine."""
     count = count or COUNTS[split]
     rng = random.Random(f"arithmetic/{seed}")
     problems = {}

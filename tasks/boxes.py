@@ -1,7 +1,7 @@
 r"""
 Finds the boxed answer in a text: last_box(r"so \boxed{\frac12}.") is r"\frac12".
 
-Completions and the solutions in MATH put their answers into boxes.
+Completions and MATH's solutions put their answers in boxes.
 """
 import re
 
@@ -9,8 +9,8 @@ BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
 BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}")
 # \{ and \} are text, not braces. \\ is a line break, except in \\boxed, which was escaped twice.
 ESCAPED = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]")
-# What may separate boxes that are one answer, as in "\boxed{2} and $y=\boxed{3}$". After prose, a
-# full stop or a line break only the last box is the answer.
+# What may separate boxes that form one answer, as in "\boxed{2} and $y=\boxed{3}$". After prose, a
+# period or a line break, only the last box is the answer.
 JOINER = re.compile(r"""(?: [ ,;$&] | \\q?quad | \\[,;:!\ ()\[\]] | and | or
     | \\(?:text|mbox|textrm)\s*\{[\s,]*(?:and|or)?[\s,]*\}
     | [A-Za-z](?:_\{?\w{1,3}\}?)?\s*= )*""", re.VERBOSE)
@@ -27,8 +27,8 @@ DENIED = re.compile(r"""(?: \b(?:not|never|cannot|neither|nor) | n['’]t | \\ne
 
 
 def last_box(text: str) -> str:
-    """The content of the last box that is closed and not empty, or "". Neighboring boxes become one
-    list, and a negated box gets a "not".
+    """The content of the last closed, nonempty box, or "". Neighboring boxes become one list, and a
+    negated box gets a "not".
     """
     found = []  # contents and the words between them, from right to left
     begin = None  # where the box to the right begins
@@ -55,7 +55,7 @@ def last_box(text: str) -> str:
 def complete_boxes(text: str) -> list[tuple[int, int, int]]:
     """(start, start of content, end of content) of each closed box, in linear time."""
     found = []
-    opened = []  # of each open box: depth outside, start, start of the content
+    opened = []  # per open box: depth outside, start, start of the content
     depth = 0  # open braces; a box closes when it is back at the depth outside
     masked = ESCAPED.sub("##", text)
     for part in BOX_OR_BRACES.finditer(masked):

@@ -1,13 +1,13 @@
 """
-Arithmetic for the grader: exact integers, and complex numbers of 100 digits by mpmath.
+Arithmetic for the grader: exact integers, and complex numbers in 100 digits with mpmath.
 
-Floats cannot tell whether two answers are equal: e^(pi*sqrt(163)) and 262537412640768744 differ,
-but agree in 30 digits. Here two numbers are equal if 50 digits agree; the other 50 absorb rounding
+Floats can't tell whether two answers are equal: e^(pi*sqrt(163)) and 262537412640768744 differ but
+agree to 30 digits. Here two numbers are equal if 50 digits agree; the other 50 absorb rounding
 errors. Two rules keep this sound:
 
     integers        are exact up to 1,000 digits, so 2^{2008} - 2 is not 2^{2008}
-    lost digits     10^60 * pi + 1 would keep too few digits of the 1. Such a sum has no value,
-                    instead of a wrong one
+    lost digits     10^60 * pi + 1 would keep too few digits of the 1. Such a sum has no value
+                    rather than a wrong one
 
 Exponents, factorials and function arguments have limits, so work is bounded.
 """
@@ -65,7 +65,7 @@ def settle(z: Value) -> Value:
 
 
 def unknown(*key) -> Value:
-    """A number between 4096 and 8192 that depends on `key`, for what has no value of its own."""
+    """A number between 4096 and 8192 that depends on `key`, for things without a value."""
     texts = [mp.nstr(x, 40) if isinstance(x, (mp.mpf, mp.mpc)) else repr(x) for x in key]
     text = " ".join(texts)
     return mp.mpf(2 ** 32 + crc32(text.encode("utf-8", "replace"))) / 2 ** 20
@@ -91,7 +91,7 @@ def divide(x: Value, y: Value) -> Value:
 
 
 def limited(function: Callable, least: Value = 0) -> Callable:
-    """`function`, with an ArithmeticError for arguments that lose digits: cos(1e-60) would be 1.
+    """`function`, but with ArithmeticError for arguments that lose digits: cos(1e-60) would be 1.
     Values below `least` become 0.
     """
     def checked(z):
@@ -103,7 +103,7 @@ def limited(function: Callable, least: Value = 0) -> Callable:
 
 
 exp = limited(mp.exp)
-sin = limited(mp.sin, ROUNDING)  # of pi it is a rounding error
+sin = limited(mp.sin, ROUNDING)  # sin(pi) is a rounding error
 cos = limited(mp.cos, ROUNDING)
 
 
@@ -192,7 +192,7 @@ ONE = Number(1)
 I = Number(mp.mpc(0, 1))
 PI = Number(mp.pi + 0)
 E = Number(mp.exp(1))
-INFINITY = Number(unknown("infinity"), digits=-1)  # equals itself, and has no arithmetic
+INFINITY = Number(unknown("infinity"), digits=-1)  # equals only itself; no arithmetic with it
 
 
 def apply_function(name: str, args: list[Number]) -> Number:

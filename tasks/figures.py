@@ -4,12 +4,12 @@ Accuracy figures of graded answers: pass@k and intervals.
     figures = evaluation_figures(rows, samples)     rows of evaluate.py --out
     entropy = sampler_entropy(rows)                 sampled rows, of evaluate.py or train.py
 
-A problem has n answers, of which c are right:
+For a problem with n answers, c of them right:
 
     pass@k   The probability that k of the n answers, drawn without replacement, include a right
              one: 1 - C(n - c, k) / C(n, k).
 
-Each is a mean over problems with a 95% interval for a new sample of such problems.
+Each figure is a mean over problems, with a 95% interval for a new sample of such problems.
 """
 import math
 from collections import Counter
@@ -39,9 +39,9 @@ def mean(values: list) -> float:
 def sampler_entropy(rows: list[dict]) -> float:
     """Entropy of the policy that sampled these answers, in nats per token, including noise.
 
-    Entropy is the mean of -log p under p, so it is estimated by minus the mean log-prob of all
-    tokens. rows: `mean_logprob` and `length` of each. The tokens must be sampled from the recorded
-    probabilities, so greedy answers don't work. With top-k or top-p it is the entropy of the
+    Entropy is the mean of -log p under p, so the estimate is minus the mean log-prob of all tokens.
+    rows: with `mean_logprob` and `length`. The tokens must be sampled from the recorded
+    probabilities, so greedy answers don't work. With top-k or top-p, it is the entropy of the
     truncated distribution.
     """
     tokens = sum(row["length"] for row in rows)
@@ -63,14 +63,15 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 # All problems
 
 def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
-    """[mean, low, high] at 95% of a figure in [0, 1]: one value per problem, of `samples` answers.
+    """[mean, low, high] at 95% for a figure in [0, 1] with one value per problem, from `samples`
+    answers each.
 
-    Wilson's interval for a proportion, which stays inside [0, 1] and is accurate near the ends.
-    Values between 0 and 1 vary less than verdicts, so it uses an effective sample size: the number
-    of 0-1 verdicts whose mean would have this variance. That is the number of problems if all
-    values are 0 or 1, and at most the number of answers. The interval is too narrow for few
-    problems with many answers, nearly all right or all wrong: in simulations with 50 such problems
-    it covered the truth 80 to 90% of the time.
+    Wilson's interval for a proportion stays inside [0, 1] and is accurate near the ends. Values
+    between 0 and 1 vary less than verdicts, so it uses an effective sample size: the number of 0-1
+    verdicts whose mean would have this variance. That is the number of problems if all values are
+    0 or 1, and at most the number of answers. The interval is too narrow for few problems with many
+    answers that are nearly all right or all wrong: in simulations with 50 such problems, it covered
+    the truth 80 to 90% of the time.
     """
     n = len(values)
     p = mean(values)

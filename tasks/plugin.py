@@ -5,11 +5,11 @@ Calls the user's functions: --reward module:function and --prompt-style module:f
     reward("the answer is 5", problem)           # {"reward": 15.0}
 
 Any error in the user's file, from a syntax error to a division by zero at step 400, becomes one
-line with the flag, the file and its line number.
+line with the flag, the file and the line number.
 
 The module must be a file in the working directory or in examples/, never a package or an installed
-module: `sympy:sympify` would evaluate text written by a model. It must not be in the folder of a
-run either: a run.json from somebody else could name a file next to it.
+module: `sympy:sympify` would evaluate text written by a model. Nor may it be in a run folder, since
+someone else's run.json could name a file next to it.
 """
 import importlib.util
 import inspect
@@ -23,12 +23,12 @@ from types import ModuleType
 from files import Stopped, UserError, first_line, short_repr
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# The largest absolute reward. Advantages may be as large, gradients grow with them, and the squares
-# of gradients must stay below 3.4e38, the largest fp32 number.
+# The largest absolute reward. Advantages can be as large, gradients grow with them, and squared
+# gradients must stay below 3.4e38, the largest fp32 number.
 LARGEST_REWARD = 1e15
 # Parameters that a reward may have besides the first two: def reward(completion, problem, length).
-# group: the completions of the group. length: tokens of the completion, including its end token.
-# finished: it was not cut off.
+# group: the group's completions. length: the completion's tokens, including its end token.
+# finished: it wasn't cut off.
 ASKED_BY_NAME = "group", "length", "finished"
 
 
@@ -36,9 +36,9 @@ class Reward:
     """--reward module:function, called as function(completion, problem) for every completion.
 
     `completion` is the answer's text; it begins with <think> if the prompt ended with it. `problem`
-    is a dict: all fields of the problem's row, plus id, question and answer. Parameters
-    named in ASKED_BY_NAME get these values. The function returns a number, or a dict of numbers to
-    be summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
+    is a dict of all fields in the problem's row, plus id, question and answer. Parameters named in
+    ASKED_BY_NAME get those values. The function returns a number, or a dict of numbers to be
+    summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
     training. No number or sum may exceed LARGEST_REWARD. UserError if the function has other
     parameters without a default.
     """
@@ -51,7 +51,7 @@ class Reward:
         try:
             signature.bind(None, None, **dict.fromkeys(self.asked))
         except TypeError as error:
-            raise UserError(f"{self.name}: is called as function(completion, problem), and with "
+            raise UserError(f"{self.name} is called as function(completion, problem), and with "
                             f"{', '.join(ASKED_BY_NAME)} if it has parameters of these names: "
                             f"{error}") from None
 
@@ -59,7 +59,7 @@ class Reward:
         """The reward of one completion: its parts by name.
 
         problem: a problems.Problem. about: a value for each name in ASKED_BY_NAME.
-        Stopped if the function fails or returns anything that cannot be trained on.
+        Raises Stopped if the function fails or returns something that can't be trained on.
         """
         what = f"problem {problem.id}, completion {completion[:80]!r}"
         asked = {name: about[name] for name in self.asked}
@@ -73,19 +73,18 @@ class Reward:
         if len(numbers) < len(parts) or set(numbers) <= {"shaping"} or any(
                 abs(number) > LARGEST_REWARD
                 for number in (*numbers.values(), sum(numbers.values()))):
-            raise Stopped(f"{self.name}: returned {short_repr(value)}, expected a number, or a "
-                          "dict of numbers, not only `shaping`, each and their sum in "
+            raise Stopped(f"{self.name} returned {short_repr(value)}, expected a number or a dict "
+                          "of numbers (not only `shaping`), each and their sum in "
                           f"[-{LARGEST_REWARD:g}, {LARGEST_REWARD:g}], or NaN for an answer that "
-                          f"cannot be scored ({what})")
+                          f"can't be scored ({what})")
         return numbers
 
 
 def call_users(name: str, function: Callable, what: str, *arguments: object,
                **named: object) -> object:
-    """Calls a user's function. If it raises, Stopped gives the line in the user's file.
+    """Calls a user's function. Its exceptions become Stopped, with the line in the user's file.
 
-    name, what: the flag and the problem, for messages. A call that never returns is not
-    interrupted.
+    name, what: the flag and the problem, for messages. A call that never returns isn't interrupted.
     """
     try:
         return function(*arguments, **named)
@@ -98,7 +97,7 @@ def call_users(name: str, function: Callable, what: str, *arguments: object,
 
 
 def load_function(spec: str, flag: str) -> Callable:
-    """The function of "module:function". UserError, which names `flag`, if there is none."""
+    """The function named by "module:function". UserError naming `flag` if there is none."""
     module_name, _, name = spec.partition(":")
     if not (module_name.isidentifier() and name.isidentifier()):
         raise UserError(f"{flag} takes module:function, such as my_rewards:score, got "
@@ -107,12 +106,12 @@ def load_function(spec: str, flag: str) -> Callable:
     path = next(filter(Path.is_file, places), None)
     if path is None:
         raise UserError(f"{flag} {spec}: no {module_name}.py in {Path.cwd()} or {EXAMPLES}")
-    for parent in (*path.parents, *path.resolve().parents):      # both places of a link
+    for parent in (*path.parents, *path.resolve().parents):      # for a link, both ends
         if (parent / "run.json").exists():
-            raise UserError(f"{flag} {spec}: {path} is in the folder of a run ({parent} has a "
-                            "run.json), and no code is taken from there: copy it elsewhere")
+            raise UserError(f"{flag} {spec}: {path} is in a run folder ({parent} has a run.json), "
+                            "and code is never loaded from there: copy it elsewhere")
     if str(path.parent) not in sys.path:
-        # For the imports of the user's file. Last, so that a learner.py or model.py next to it
+        # Lets the user's file import its neighbors. It goes last, so a learner.py or model.py there
         # never replaces ours.
         sys.path.append(str(path.parent))
     try:
@@ -128,10 +127,10 @@ def load_function(spec: str, flag: str) -> Callable:
 
 @cache
 def load_file(name: str, path: Path) -> ModuleType:
-    """Imports a module from its file. Cached: two flags with one module share its globals.
+    """Imports a module from its file. Cached, so two flags with the same module share its globals.
 
-    dataclasses look it up in sys.modules, where it is called "user's NAME": NAME may be one of our
-    own modules that is imported later.
+    dataclasses look it up in sys.modules, where it is called "user's NAME" because NAME may also be
+    one of our own modules, imported later.
     """
     spec = importlib.util.spec_from_file_location(f"user's {name}", path)
     module = importlib.util.module_from_spec(spec)

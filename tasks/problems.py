@@ -2,10 +2,10 @@
 Problems from a file, a data set or a generator.
 
     problems = load_problems("gsm8k", "train")
-    chosen = problems_at(problems, seed, range(0, 16))       # next range(16, 32), and so on
+    chosen = problems_at(problems, seed, range(0, 16))       # then range(16, 32), and so on
 
-A row without a question or an answer is an error that names its file and line: skipping it would
-silently train on a different data set.
+A row without a question or an answer is an error that names the file and line, because skipping it
+would silently train on a different data set.
 """
 import os
 import random
@@ -41,11 +41,11 @@ class Problem:
 # -----------------------------------------------------------------------------
 # Where problems come from
 
-# If a data set on the hub has files of several kinds, the first kind is read: .parquet needs
-# pyarrow.
+# If a data set on the hub has several kinds of files, the first of these is read, since .parquet
+# needs pyarrow.
 SUFFIXES = (".jsonl", ".json", ".parquet")
-# Short names for a URL or for owner/name[:folder] on the Hugging Face hub, where GSM8K is parquet
-# only.
+# Short names for a URL or for owner/name[:folder] on the Hugging Face hub, which has GSM8K only as
+# parquet.
 KNOWN = {
     "gsm8k": "https://raw.githubusercontent.com/openai/grade-school-math/master/"
              "grade_school_math/data/{split}.jsonl",
@@ -80,7 +80,7 @@ def load_problems(source: str, split: str = "train", needs_gold: bool = True) ->
     problems = [to_problem(row, path, number, needs_gold)
                 for path in paths for number, row in read_rows(path)]
     if not problems:
-        raise UserError(f"{source}: holds no {split} problems")
+        raise UserError(f"{source} has no {split} problems")
     return problems
 
 
@@ -107,7 +107,7 @@ def fetch_split(source: str, split: str) -> list[Path]:
         if repository == "https":
             return [download(where, f"{source}_{split}.jsonl")]
         root = hub_files(repository, folder)
-    except Exception as error:                   # hub, httpx and urllib share no base class
+    except Exception as error:                   # hub, httpx and urllib have no common base class
         raise UserError(f"cannot fetch {where} into {constants.HF_HOME}: "
                         f"{type(error).__name__}: {error}") from error
     files = sorted(path for path in (root / folder).rglob(f"{split}*")
@@ -122,7 +122,7 @@ def fetch_split(source: str, split: str) -> list[Path]:
 
 @cache
 def hub_files(repository: str, folder: str) -> Path:
-    """The local copy of a data set on the hub. Cached: both splits are in it."""
+    """The local copy of a data set on the hub. Cached, since it has both splits."""
     patterns = [os.path.join(folder, f"*{suffix}") for suffix in SUFFIXES]
     return Path(huggingface_hub.snapshot_download(repository, repo_type="dataset",
                                                   allow_patterns=patterns))
@@ -142,7 +142,7 @@ def download(url: str, name: str) -> Path:
 # -----------------------------------------------------------------------------
 # Rows
 
-# The names of these fields in data sets. The first one that is not empty counts.
+# The names of these fields in data sets. The first nonempty one counts.
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
 # A number whose commas separate thousands, such as 1,234,567 or 1,234.5, but not 0,5 or 1,2.
@@ -150,9 +150,9 @@ GROUPED_DIGITS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 
 
 def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) -> Problem:
-    """A row of GSM8K, MATH, DAPO, BigMath or any file with the same field names.
+    """The problem in a row of GSM8K, MATH, DAPO, BigMath or any file with the same field names.
 
-    path, number: file and line, for messages. UserError if the row cannot be used.
+    path, number: file and line, for messages. UserError if the row can't be used.
     """
     where = f"{path}:{number}"
     if not isinstance(row, dict):
@@ -164,18 +164,18 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
         case [{"role": "system", "content": str(first)}, {"role": "user", "content": str(text)}]:
             system, question = first, text.strip()
         case other:
-            raise UserError(f"{where}: the question must be a text, or a chat of one user turn "
+            raise UserError(f"{where}: the question must be text, or a chat with one user turn "
                             f"after at most one system turn, got {short_repr(other)}")
     answer = find_gold(row)
     for what, value, names in ("question", question, QUESTIONS), ("answer", answer, GOLDS):
         if not value and (what == "question" or needs_gold):
             held = {name: row[name] for name in names if name in row} or list(row)
-            raise UserError(f"{where}: no {what}: expected it in {' or '.join(names)}, the row has "
-                            f"{short_repr(held)}")
+            raise UserError(f"{where}: no {what}: expected it in {' or '.join(names)}, but the row "
+                            f"has {short_repr(held)}")
     try:
         (question + (answer or "") + (system or "")).encode()
     except UnicodeEncodeError as error:          # JSON allows "\ud800", half of a pair
-        raise UserError(f"{where}: is not Unicode text ({error})") from None
+        raise UserError(f"{where}: not valid Unicode ({error})") from None
     names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
     name = next(str(name) for name in names if name is not None)
     return Problem(name, question, answer or "", row=row, system=system)
@@ -204,7 +204,7 @@ def find_gold(row: dict) -> str | None:
             text = GROUPED_DIGITS.sub(lambda number: number[0].replace(",", ""), text)
         elif name == "solution" and not marked and (len(text) > 100 or "\n" in text):
             # DAPO and BigMath on the hub have just the gold answer here. A long text without a box
-            # is a worked solution, and its answer cannot be found.
+            # is a worked solution whose answer can't be found.
             continue
         if text:
             return text
@@ -214,10 +214,10 @@ def find_gold(row: dict) -> str | None:
 # The order in which a run takes problems
 
 def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
-    """The problems at these places in the order of a run, which begins at place 0.
+    """The problems at these places in a run's order, which begins at place 0.
 
-    Each epoch takes every problem once, in an order of its own. A step that crosses into the next
-    epoch may have a problem twice.
+    Each epoch takes every problem once, in its own order. A step that crosses into the next epoch
+    may have a problem twice.
     """
     n = len(problems)
     return [problems[epoch_order(n, seed, place // n)[place % n]] for place in places]
@@ -225,8 +225,8 @@ def problems_at(problems: list[Problem], seed: int, places: range) -> list[Probl
 
 @lru_cache(2)                                    # a step may cross from one epoch into the next
 def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """The order of an epoch, a permutation of range(n). It depends only on the arguments, so a
-    resumed run needs nothing but its next place.
+    """An epoch's order, a permutation of range(n). It depends only on the arguments, so a resumed
+    run needs to know only its next place.
     """
     indices = list(range(n))
     random.Random(f"order/{seed}/{epoch}").shuffle(indices)

@@ -112,7 +112,7 @@ def test_noise_depends_only_on_seed_step_layer_and_norm():
     # A generator that kept only 32 bits of its seed would give step 2^32 the noise of step 0.
     vectors = [z for seed, step in ((0, 0), (0, 1), (1, 0), (0, 2**32), (2**32, 0)) for z in noise(seed, step)]
     assert len(vectors) == 20
-    assert torch.cat(vectors).unique().numel() == 20 * 24                 # nor is one vector another one shifted
+    assert torch.cat(vectors).unique().numel() == 20 * 24                 # nor is one a shifted copy of another
 
 
 def test_noise_keeps_its_values_between_versions():

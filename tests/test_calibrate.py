@@ -44,8 +44,8 @@ def decoded(tensors):
 
 
 def inverses(hessian):
-    """Eliminates one column of the damped H after another, in float64. Yields for each column i, from the inverse of H
-    without the columns before it, the diagonal element and row i divided by it.
+    """Eliminates the damped H's columns one by one, in float64. For each column i, yields the diagonal element of the
+    inverse of H without the columns before it, and row i divided by that element.
     """
     damped = hessian.double()
     inverse = torch.linalg.inv(damped + 0.02 * damped.diagonal().mean() * torch.eye(len(damped)))
@@ -55,7 +55,7 @@ def inverses(hessian):
 
 
 def naive_gptq(w, hessian, global_scale):
-    """Optimal brain quantization, column by column, that carries every scale it tries through the block -> (N, K)."""
+    """Optimal brain quantization, column by column, carrying every scale it tries through the block -> (N, K)."""
     steps = list(inverses(hessian))
     e4m3 = torch.arange(127).byte().view(torch.float8_e4m3fn).double()
     levels = torch.tensor([-6, -4, -3, -2, -1.5, -1, -.5, 0, .5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -175,7 +175,7 @@ def some_layer(tiny):
 
 
 def heard(layer, chunk):
-    """Runs the exact stream through a layer -> each linear's input as calibrate hears it, the layer's result."""
+    """Runs the exact stream through a layer -> each linear's input as calibrate sees it, and the layer's result."""
     inputs = {}
     with calibrate.listening(layer, inputs.__setitem__):
         result = chunk.through(layer, chunk.exact)

@@ -104,7 +104,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_loads(tmp_path, damage
     for step in (3, 6):
         saved(tmp_path, step)
     damage(tmp_path / "checkpoints/step_000006" / name)
-    with pytest.raises(Stopped, match="step_000006: is damaged"):
+    with pytest.raises(Stopped, match="step_000006 is damaged"):
         loaded(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints/step_000006")
     assert loaded(tmp_path).counters["step"] == 3
@@ -127,7 +127,7 @@ def test_checkpoint_of_another_run_is_rejected(tmp_path, change):
     folder = RunFolder(tmp_path, some_live() | change, None)
     folder.snapshot({"step": 3})
     folder.save_checkpoint()
-    with pytest.raises(Stopped, match="step_000003: is not a state of this run"):
+    with pytest.raises(Stopped, match="step_000003 is not from this run"):
         loaded(tmp_path)
     assert names_in(tmp_path / "checkpoints") == ["step_000003"]
 
@@ -198,7 +198,7 @@ def test_calibrated_base_of_a_failed_start_is_offered(tmp_path):
 def test_killed_calibration_is_named_and_kept(tmp_path):
     cut_off = tmp_path / ".base.x1y2z3w4"
     cut_off.mkdir()
-    with pytest.raises(UserError, match=f"{cut_off.name}.* calibrated"):
+    with pytest.raises(UserError, match=f"{cut_off.name}.* calibrating"):
         claim(tmp_path, False)
     assert cut_off.exists()
 

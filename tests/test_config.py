@@ -31,7 +31,7 @@ def write(path, values):
 
 @pytest.fixture
 def run(tmp_path):
-    """A function of flags -> a run's folder with only the run.json that these flags give."""
+    """A function that takes flags -> a run folder with only the run.json that they give."""
     def begun(*flags, **changes):
         held = config.without_local(vars(settings_of(*flags))) | NOTES | changes
         (tmp_path / "run").mkdir(exist_ok=True)

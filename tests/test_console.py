@@ -1,5 +1,5 @@
 """
-When a run stops, or warns, because it cannot learn. test_train.py stops a real run this way.
+When a run stops or warns because it can't learn. test_train.py stops a real run this way.
 
 python -m pytest tests/test_console.py -v
 """

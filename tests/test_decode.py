@@ -45,8 +45,8 @@ gpu = pytest.mark.skipif(not GPU, reason="CUDA graphs, or sizes that only a GPU 
 runs_kernels = pytest.mark.skipif(not (GPU or INTERPRETED), reason="without a GPU kernels run in Triton's interpreter: "
                                   "TRITON_INTERPRET=1 pytest -n 0 FILE -k NAME")
 
-# The dtypes and matmuls in which every test that takes `gen` runs. The interpreter computes with numpy, which has no
-# bf16, so fp16 takes its place there.
+# The dtypes and matmuls that every test with `gen` runs in. The interpreter computes with numpy, which has no bf16, so
+# fp16 takes its place there.
 SETTINGS = {"fp32": (torch.float32, None), "fp16": (torch.float16, None)}
 if GPU:
     SETTINGS = {f"bf16-{matmul}": (torch.bfloat16, matmul)
@@ -546,7 +546,7 @@ def assert_step_matches_torch_engine(base, rank, n, qwen3_head, sigma, temperatu
 @gpu
 @in_one_setting
 def test_step_with_narrow_programs_matches_the_torch_engine(gen, monkeypatch):
-    """Of a large rank on a GPU with 99 KiB. Without a GPU such a step is compiled, see TARGETS."""
+    """A large rank on a GPU with 99 KiB. Without a GPU, such a step is only compiled: see TARGETS."""
     monkeypatch.setattr(decode, "shared_memory_kib", lambda capability: 99)
     assert decode.finishing_kib(256, 128) > 99 > decode.finishing_kib(256, decode.NARROW_TILE)
     assert_step_matches_torch_engine("nvfp4", 256, 17, None, 0.05, 0.7, gen, layers=2)
@@ -554,7 +554,7 @@ def test_step_with_narrow_programs_matches_the_torch_engine(gen, monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="looks at launches")
 def test_groups_are_cut_to_the_siblings_of_their_graph(monkeypatch):
-    """A row beyond its program's siblings would never be computed. With 8 key-value heads a program takes 1 row in
+    """A row beyond its program's siblings would never be computed. With 8 key-value heads, a program takes 1 row in
     graphs of up to 32 rows, 2 in those of 48 and 64, 4 in those of 96 and 128, 8 in those of 192 to 256.
     """
     plans = []

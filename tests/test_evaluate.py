@@ -142,7 +142,7 @@ def test_wrong_input_is_named(flags, names, run, capsys):
 
 
 def test_unreadable_golds_are_left_out(tmp_path, run):
-    """Also those that a run with a reward of its own never had to read."""
+    """Even those that a run with its own reward never had to read."""
     golds = ["7", r"2^{\aleph_0}"] * 30
     rows = [json.dumps({"question": f"{i} + 1?", "answer": gold}) + "\n" for i, gold in enumerate(golds)]
     Path("sums.jsonl").write_text("".join(rows))
@@ -285,7 +285,7 @@ def test_function_named_in_run_json_needs_its_flag(tmp_path, run):
     held = run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60)) / "run.json"
     held.write_text(json.dumps(json.loads(held.read_text()) | {"reward": "stolen:f"}))
     for more in ([], ["--data", "sums.jsonl"]):
-        with pytest.raises(SystemExit, match="run/run.json: names a function, --reward stolen:f"):
+        with pytest.raises(SystemExit, match="run/run.json names a function, --reward stolen:f"):
             asked(run, *more)
     asked(run, "--data", "sums.jsonl", "--limit", 2, "--reward", "none")
     assert not Path("stolen.ran").exists()

@@ -1,7 +1,7 @@
 """
-hopper_fp4: what the compiler makes of hopper_kernel, checked without a GPU; its tuned configs on one.
+hopper_fp4: the compiled hopper_kernel, which takes no GPU to check, and its tuned configs on one.
 
-test_marlin_fp4.py tests its products next to the portable kernel's, test_decode.py complete steps.
+test_marlin_fp4.py tests its products along with the portable kernel's, and test_decode.py complete steps.
 
 python -m pytest tests/test_hopper_fp4.py -v
 """

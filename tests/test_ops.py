@@ -151,7 +151,7 @@ def test_mlp_gradients_match_autograd_through_merged_matrices(base, adapter):
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
 def test_gate_up_is_kept_only_for_a_backward_pass(monkeypatch, grad_enabled):
-    # A GPU's swiglu returns nothing if it is told not to keep.
+    # With keep=False, a GPU's swiglu returns nothing.
     kept = []
 
     def as_on_a_gpu(y, rstd, h, keep=True):

@@ -1,8 +1,7 @@
 """
-marlin_fp4.portable_kernel in Triton's interpreter, with its assembly run in numpy, against float64; and what the
-compiler makes of it.
+marlin_fp4.portable_kernel: in Triton's interpreter, with its assembly run in numpy, against float64; and as compiled.
 
-On a GPU test_marlin_fp4.py and test_decode.py run it, next to Hopper's kernel.
+On a GPU, test_marlin_fp4.py and test_decode.py run it along with Hopper's kernel.
 
 python -m pytest tests/test_portable_kernel.py -v
 """

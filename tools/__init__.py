@@ -1,1 +1,1 @@
-"""A package, so that no other one called tools comes before it."""
+"""A package, so that no other package called tools takes its place."""

@@ -8,14 +8,14 @@ Measure sampling and training steps on a GPU, with random weights.
     torchrun --nproc-per-node 2 -m tools.bench step --model 7b
 
 step       a GRPO step with train.py's sampler, memory plan and update, on
-           answers of 50 to 1,024 tokens (mean 300), or of --new each; seconds
-           of the slowest rank
-rollout    tokens/s of the sampler, prefill and host included: B sequences in
-           groups of gcd(B, 8), with an adapter, ignoring end ids;
-           "preempted": rows that waited for KV blocks
+           answers of 50 to 1,024 tokens (mean 300), or --new tokens each;
+           seconds are the slowest rank's
+rollout    the sampler's tokens/s, including prefill and host time, on B
+           sequences in groups of gcd(B, 8), with an adapter and ignoring end
+           ids; "preempted" counts rows that waited for KV blocks
 
 The output is JSON: a line with the flags and the machine, then a line per case,
-after the memory plan of a step.
+preceded by the memory plan for step.
 """
 import argparse
 import functools
@@ -46,10 +46,10 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "14b": (5120, 13824, 48, 40, 8, 152064, False),
     "32b": (5120, 27648, 64, 40, 8, 152064, False),
     "72b": (8192, 29568, 80, 64, 8, 152064, False),
-    # The same of Qwen3-*, and: d, biases of q, k and v, norms of q and k
+    # The same for Qwen3-*, plus d, biases of q, k and v, norms of q and k
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
     "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True)}
-LIVE_VOCAB = 151665                              # ids that the tokenizer has, of Qwen2.5
+LIVE_VOCAB = 151665                              # ids in Qwen2.5's tokenizer
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
@@ -83,11 +83,10 @@ def random_prompts(model, lengths):
 
 
 def drawn_lengths(count, low, high, mean):
-    """`count` lengths in [low, high] of that mean: exponential, with a long tail as answers have.
-    """
+    """`count` lengths in [low, high] with this mean: exponential, with a long tail like answers."""
     generator = torch.Generator().manual_seed(0)
     excess = torch.empty(count).exponential_(generator=generator)
-    for _ in range(20):                          # cutting the tail lowers the mean: scale it back
+    for _ in range(20):                          # cutting the tail lowers the mean: scale it up
         excess *= (mean - low) / excess.clamp(max=high - low).mean()
     return (low + excess).clamp(max=high).round().int().tolist()
 
@@ -97,7 +96,7 @@ def load_figures(sampler, B, prompt, new):
     G = math.gcd(B, 8)
     prompts = random_prompts(sampler.engine.model, [prompt] * (B // G))
     sampler.generate(prompts, G, Sampling(2))    # compiles and captures
-    prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # and one step
+    prefill = sampler.generate(prompts, G, Sampling(1)).seconds        # plus one step
     rollouts = sampler.generate(prompts, G, Sampling(new))
     return {"batch": B, "tokens_s": rollouts.num_tokens / rollouts.seconds,
             "step_ms": (rollouts.seconds - prefill) / (new - 1) * 1e3, "prefill_ms": prefill * 1e3,
@@ -105,7 +104,7 @@ def load_figures(sampler, B, prompt, new):
 
 
 def rollout(args: argparse.Namespace) -> Iterator[dict]:
-    """The sampler, for each number of sequences in --batch."""
+    """Measures the sampler, for each number of sequences in --batch."""
     model = random_model(args.model, args.base, args.lora_rank)
     new = args.new or 512
     sampler = Sampler(model, args.prompt + new, max(args.batch), args.kv_gib)
@@ -114,7 +113,7 @@ def rollout(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def step(args: argparse.Namespace) -> Iterator[dict]:
-    """A training step; with torchrun, a rank's share. Runs twice: the first compiles."""
+    """Measures a training step, or a rank's share. Runs it twice, since the first run compiles."""
     memory.bound(args.memory_gib, DEVICE)
     join_ranks(DEVICE)
     G, prompts = args.group_size, args.prompts
@@ -127,14 +126,14 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
     mine = share(questions)
     limits = Sampling(share(torch.tensor(lengths).view(-1, G)).flatten().tolist())
     sizes = Rollout(prompts_per_step=prompts, group_size=G, max_new_tokens=longest,
-                    max_rows=args.max_rows)      # of all ranks, as in train.py
+                    max_rows=args.max_rows)      # over all ranks, as in train.py
     plan = memory.Limits(args.memory_gib, args.kv_gib, args.micro_batch_tokens)
     sampler = divide_memory(learner, plan, sizes, max_prompt_tokens=256, num_held_out=0)
     for _ in range(2):
-        gather([])                               # all ranks begin together, and
+        gather([])                               # all ranks start together
         began = time.perf_counter()
         own = sampler.generate(mine, G, limits, share(range(prompts)))
-        rollouts = functools.reduce(operator.add, gather([own]))         # end this together
+        rollouts = functools.reduce(operator.add, gather([own]))         # and end this together
         sampled = time.perf_counter()
         weights = grpo.token_weights(rollouts.sampled(), learner.loss, longest)
         done = learner.update(Batch(rollouts.rows, advantages), weights, lr=1e-6)
@@ -155,7 +154,7 @@ COMMANDS = {function.__name__: function for function in (rollout, step)}
 
 
 def read_flags() -> argparse.Namespace:
-    """The flags, and the command."""
+    """The command and its flags."""
     parser = env.parser("{step,rollout} [flags]", __doc__)
     add = parser.add_argument
     add("command", choices=COMMANDS)
@@ -173,7 +172,7 @@ def read_flags() -> argparse.Namespace:
         "GiB (default: memory plan for step; as needed, at most half the free memory, for rollout)")
     for name, default in dict(base="nvfp4", lora_rank=32, kernels=None, group_size=8,
                               max_rows=None, memory_gib=None, micro_batch_tokens=None).items():
-        add_flag(parser, name, default)          # of a step all, of rollout the first three
+        add_flag(parser, name, default)          # step uses all of them, rollout the first three
     return parser.parse_args()
 
 

@@ -1,5 +1,5 @@
 """
-Talk to a model or a run, through training's sampler.
+Chat with a model or a run, using training's sampler.
 
     python -m tools.chat runs/x                        a run, with its prompt
     python -m tools.chat runs/x --question "2+3*4?"    one answer on stdout
@@ -20,11 +20,11 @@ from prompts import prompt_function
 from sampler import Sampler, Sampling
 from tasks.problems import Problem
 
-LENGTH = 8192                                    # tokens of a conversation, if the model takes them
+LENGTH = 8192                                    # tokens in a conversation, if the model allows it
 
 
 class Chat:
-    """A conversation, as (role, text) of each turn."""
+    """A conversation, stored as (role, text) per turn."""
 
     def __init__(self, tokenizer, sampler: Sampler, style: str, sampling: Sampling):
         self.tokenizer = tokenizer
@@ -37,12 +37,12 @@ class Chat:
         """The answer. UserError if the conversation leaves no room for one."""
         turns = prompt_function(self.style)(Problem("chat", question, ""))
         if self.turns:
-            turns = [*self.turns, turns[-1]]     # one system message
+            turns = [*self.turns, turns[-1]]     # only one system message
         prompt = self.tokenizer.turns(turns)
         most = min(self.sampling.max_new_tokens, self.sampler.max_length - len(prompt))
         if most < 1:
             raise UserError(f"{len(prompt)} tokens leave no room for an answer: a conversation "
-                            f"has at most {self.sampler.max_length}")
+                            f"can have at most {self.sampler.max_length}")
         sampling = self.sampling._replace(max_new_tokens=most)
         answer, = self.sampler.generate([prompt], 1, sampling, [len(prompt)]).rows
         if not answer.finished:
@@ -53,7 +53,7 @@ class Chat:
 
 
 def printable(text: str) -> str:
-    """Control characters as codes: an answer does not command the terminal."""
+    """Escapes control characters, so an answer can't control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
@@ -62,7 +62,7 @@ def talk(chat: Chat) -> None:
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):              # Windows has none; its terminal edits lines itself
-            import readline  # noqa: F401        # the arrow keys edit a line and bring back others
+            import readline  # noqa: F401        # arrow keys edit a line and recall earlier ones
     print("an empty line starts a new conversation, Ctrl-D quits", file=sys.stderr)
     while True:
         try:
@@ -84,7 +84,7 @@ def main() -> None:
     add_flag(parser, "max_new_tokens", 1024, "longest answer, in tokens (default: 1024)")
     with env.one_line():
         args, _ = parse(parser, "plain")
-        with redirect_stdout(sys.stderr):        # stdout has only the answers
+        with redirect_stdout(sys.stderr):        # only answers go to stdout
             device, folder, tokenizer = open_model(args)
             model = load_model(args, device, folder, tokenizer)
         length = min(folder.max_positions, LENGTH)

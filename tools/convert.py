@@ -4,15 +4,15 @@ Write model folders for other programs.
     python -m tools.convert nvfp4 SRC OUT     a 16-bit model in NVFP4
     python -m tools.convert merge RUN OUT     a run's trained model in bf16
 
-nvfp4 writes the format of compressed-tensors, which vLLM and transformers
-read. With --calibrate N, GPTQ chooses the codes on the model's own answers,
-and the KL divergence from the 16-bit model is printed.
+nvfp4 writes the compressed-tensors format, which vLLM and transformers read.
+With --calibrate N, GPTQ chooses the codes based on the model's own answers, and
+the KL divergence from the 16-bit model is printed.
 
 merge adds a run's adapter to the weights it was trained on, decoded if they
-are 4-bit, and rounds the sum to bf16, so log-probs change slightly. Measure it:
-python evaluate.py RUN --model OUT --base bf16 --adapter none
+are 4-bit, and rounds the sum to bf16, so log-probs change slightly. To measure
+it: python evaluate.py RUN --model OUT --base bf16 --adapter none
 
-Merging into 4 bits is not offered: the rounding error exceeds most adapters.
+There is no merging into 4 bits, because rounding errors exceed most adapters.
 To serve 4-bit weights, convert the model and load the run's adapter on top.
 """
 import argparse
@@ -36,7 +36,7 @@ def convert_to_nvfp4(args: argparse.Namespace) -> None:
     """A 16-bit model -> the new folder args.out in NVFP4."""
     folder = ModelFolder(args.source)
     device = choose_device(args.device, folder.path)
-    folder.choose_base("nvfp4")                  # says what is lost of a merged adapter
+    folder.choose_base("nvfp4")                  # warns if this would lose a merged adapter
     if args.calibrate:
         tokenizer = Tokenizer(folder.path, args.thinking)
         problems = encode_prompts(tokenizer, load_problems(args.data, "train"), args.prompt_style)
@@ -51,9 +51,10 @@ def write_merged(args: argparse.Namespace) -> None:
     """A run's model and adapter -> the new folder args.out in bf16."""
     settings = config.settings_of_run(args.source)
     if settings.train == "full":
-        raise UserError(f"{args.source}: was trained with --train full, so there is no adapter to "
-                        f"merge; the model is {Path(args.source) / 'model'}")
-    # Merging does not decode: of the run's --kernels, only torch says something about the card.
+        raise UserError(f"{args.source} was trained with --train full, so there is no adapter to "
+                        f"merge; its model is {Path(args.source) / 'model'}")
+    # Merging samples nothing, so of the run's --kernels only torch matters: the card may not
+    # support the others.
     kernels = "torch" if settings.kernels == "torch" else None
     device = choose_device(args.device, args.source, kernels)
     adapter = Path(args.source) / "adapter"
@@ -62,7 +63,7 @@ def write_merged(args: argparse.Namespace) -> None:
     lora.load_adapter(model, adapter)
     tensors = ((name, t.detach().bfloat16().cpu()) for name, t in model_tensors(model))
     save_model(tensors, folder.path, args.out, {"merged_adapter": str(adapter)})
-    print(f"{args.out}: {settings.model} as {settings.base}, with {adapter}, in bf16")
+    print(f"{args.out}: {settings.model} ({settings.base}) with {adapter}, in bf16")
 
 
 def main() -> None:
@@ -71,8 +72,8 @@ def main() -> None:
     add("command", choices=("nvfp4", "merge"))
     add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: run folder")
     add("out", type=Path, help="new or empty folder")
-    add("--calibrate", type=number(int, "[2, 1e5]"), metavar="N", help="choose the codes by GPTQ "
-        "on answers to N training problems; the last eighth is held out to measure the KL "
+    add("--calibrate", type=number(int, "[2, 1e5]"), metavar="N", help="choose the codes with "
+        "GPTQ on answers to N training problems; the last eighth is held out to measure the KL "
         "divergence")
     for name, default in dict(data="gsm8k", prompt_style="boxed", thinking="off",
                               device=None).items():

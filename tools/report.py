@@ -1,15 +1,15 @@
 """
-One HTML page for reading runs: curves, settings, and every answer that the model wrote.
+Write an HTML page about runs: curves, settings, and every answer that the model wrote.
 
     python -m tools.report runs/x                writes runs/x/report.html
     python -m tools.report runs/x runs/y         compares two: writes runs/x/report-with-y.html
 
 The page is a single file that opens offline in any browser from 2023 on:
 
-    curves       of metrics.jsonl; click one to see the answers of that step
-    flags        of run.json, where the runs differ
-    answers      of samples.jsonl and held_out.jsonl by step, all, right or wrong, or those with a
-                 text in them; open one to see the prompt, the text and all that was logged
+    curves       from metrics.jsonl; click one to see the answers of that step
+    flags        from run.json, where the runs differ
+    answers      from samples.jsonl and held_out.jsonl, filtered by step, verdict or text; open one
+                 to see the prompt, the text and everything that was logged
 
 Text from models and data sets is always shown as text, never as HTML. The page is
 tools/report.html with gzipped data inside.
@@ -23,25 +23,25 @@ import env  # isort: skip; its settings come before torch
 
 from files import UserError, read_json, read_log, write_atomically
 
-MOST_CHARACTERS = 500e6             # Chromium refuses strings of more than 2^29 characters
+MOST_CHARACTERS = 500e6             # Chromium rejects strings of more than 2^29 characters
 
-# The panels of the page, in its order: key in metrics.jsonl -> title, ends of the vertical axis
-# (None: it spans the values). Other keys come below them. docs/metrics.md defines every key.
+# The page's panels, in order: key in metrics.jsonl -> title, limits of the vertical axis (None: it
+# spans the values). Other keys come below them. docs/metrics.md defines every key.
 PANELS = dict(
-    reward=("mean reward of the answers", None),
-    accuracy=("share of answers that are right", [0, 1]),
+    reward=("mean reward", None),
+    accuracy=("share of right answers", [0, 1]),
     eval_accuracy=("accuracy on held-out problems", [0, 1]),
-    eval_reward=("own reward on held-out problems", None),
-    informative=("share of groups that teach", [0, 1]),
-    truncated=("share of answers that were cut off", [0, 1]),
-    length=("length of an answer, tokens", None),
-    sampler_entropy=("entropy of the sampler, nats per token", None),
-    entropy=("entropy of the learner where groups teach, nats per token", None),
+    eval_reward=("mean --reward on held-out problems", None),
+    informative=("share of groups with different rewards", [0, 1]),
+    truncated=("share of answers cut off", [0, 1]),
+    length=("mean length of answers, tokens", None),
+    sampler_entropy=("sampler entropy, nats per token", None),
+    entropy=("learner entropy in informative groups, nats per token", None),
     sigma=("sigma of the noise on the norms", None),
-    grad_norm=("norm of the gradient before clipping", None),
-    rollout_logp_diff=("learner and rollout differ by, mean |log ratio|", None),
+    grad_norm=("gradient norm before clipping", None),
+    rollout_logp_diff=("learner against rollout, mean |log ratio|", None),
     kl=("KL to the base model, nats per token", None),
-    tokens_per_s=("sampled tokens a second", None),
+    tokens_per_s=("sampled tokens per second", None),
 )
 
 
@@ -58,15 +58,15 @@ def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Centered moving mean. Near the ends it averages what there is, so it does not bend to 0."""
+    """Centered moving mean. Near the ends it averages what there is, so it doesn't drop to 0."""
     half = window // 2
     near = [values[max(i - half, 0):i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in near]
 
 
 def evaluations(rows: list[dict]) -> list[dict]:
-    """The figures of evaluations in the rows of metrics.jsonl, each as a row of its own, in the
-    order of `step`, here the number of steps done: 0 before training.
+    """The evaluation figures in the rows of metrics.jsonl, each in a row of its own, sorted by
+    `step`, which here is the number of steps done (0 before training).
     """
     found = []
     for row in rows:
@@ -88,9 +88,9 @@ def flat(flags: dict, prefix: str = "") -> dict:
 
 
 def read_answers(path: Path, every: int = 1) -> list[dict]:
-    """The rows of samples.jsonl or held_out.jsonl of every `every`-th step; [] without the file.
+    """The rows of samples.jsonl or held_out.jsonl for every `every`-th step; [] without the file.
 
-    In those of held_out.jsonl `step` becomes the number of steps done, as in evaluations().
+    For held_out.jsonl, `step` becomes the number of steps done, as in evaluations().
     """
     answers = []
     for row, _ in read_log(path) if path.exists() else ():
@@ -101,7 +101,7 @@ def read_answers(path: Path, every: int = 1) -> list[dict]:
 
 
 def read_run(folder: Path, every: int = 1) -> dict:
-    """What the page shows of one run, with the sampled answers of every `every`-th step.
+    """What the page shows about one run, with the sampled answers of every `every`-th step.
 
     Raises OSError or UserError, with a message that names the file.
     """
@@ -116,7 +116,7 @@ def read_run(folder: Path, every: int = 1) -> dict:
         if steps:
             curves[key] = steps, values, smooth(values, len(values) // 15)
     answers = {"training": read_answers(folder / "samples.jsonl", every),
-               "evaluations": read_answers(folder / "held_out.jsonl")}       # of a few steps anyway
+               "evaluations": read_answers(folder / "held_out.jsonl")}       # few steps have any
     return {"name": str(folder), "flags": flat(flags), "curves": curves, "answers": answers}
 
 
@@ -124,14 +124,14 @@ def read_run(folder: Path, every: int = 1) -> dict:
 # Writing the page
 
 def page(runs: list[dict]) -> str:
-    """The HTML of the page for what read_run() gave for each run. UserError if there is more text
-    than a browser reads.
+    """The page's HTML, from what read_run() returned for each run. UserError if there is more text
+    than a browser can read.
     """
     data = json.dumps({"panels": PANELS, "runs": runs}, separators=(",", ":"), allow_nan=False)
     if len(data) > MOST_CHARACTERS:
-        raise UserError(f"{len(data) / 1e6:.0f} MB of text are too much for a browser: --every 10 "
-                        "keeps the answers of every 10th step")
-    # Base64 has none of the characters that end a script element, whatever a model wrote.
+        raise UserError(f"{len(data) / 1e6:.0f} MB of text is too much for a browser: --every 10 "
+                        "keeps only the answers of every 10th step")
+    # Whatever a model wrote, Base64 has none of the characters that end a script element.
     packed = base64.b64encode(gzip.compress(data.encode(), 6, mtime=0)).decode()
     return Path(__file__).with_name("report.html").read_text("utf-8").replace("{DATA}", packed)
 
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="page to write (default: report.html in the run; "
                         "for several runs, report-with-y.html in the first)")
     parser.add_argument("--every", type=int, default=1, metavar="N",
-                        help="keep the answers of every Nth step only (default: 1)")
+                        help="keep only the answers of every Nth step (default: 1)")
     args = parser.parse_args()
     others = [run.resolve().name for run in args.runs[1:]]
     name = "-".join(["report-with", *others]) if others else "report"

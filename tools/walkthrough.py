@@ -1,12 +1,12 @@
 """
 Follow one problem through one training step, from prompt to update.
 
-    python -m tools.walkthrough     offline, on a CPU, less than a minute
+    python -m tools.walkthrough     offline, on a CPU, in less than a minute
 
 docs/walkthrough.md shows and explains the output. The script reads like a
-notebook: each cell (# %%) is one part of a training step, and editors that know
-the marks run them one by one. train.py calls the same functions, for sixteen
-problems at once.
+notebook: each cell (# %%) is one part of a training step, and editors that
+support cells can run them one by one. train.py calls the same functions, for
+sixteen problems at once.
 """
 import math
 import sys
@@ -33,8 +33,8 @@ if {"-h", "--help"} & {*sys.argv[1:]}:
 
 SEED = 0
 STEPS = 48                                       # training steps of the run
-STEP = 10                                        # the training step that we look at
-PLACE = 165                                      # of our problem in the run: the sixth of that step
+STEP = 10                                        # the training step we look at
+PLACE = 165                                      # our problem's place in the run: that step's sixth
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 48
 
@@ -44,7 +44,7 @@ def title(text):
 
 
 # %% 1. The problem and its prompt
-# The chat format marks who speaks with control tokens, which the text of a question cannot produce.
+# Control tokens mark who is speaking. The text of a question can't produce them.
 tokenizer = Tokenizer(TINY_MODEL)
 problems = encode_prompts(tokenizer, load_problems("arithmetic"), "boxed")
 problem, = problems_at(problems, SEED, range(PLACE, PLACE + 1))
@@ -71,7 +71,7 @@ original = files.get("model.layers.0.self_attn.o_proj.weight").float()
 packed, block_scale, global_scale = nvfp4.quantize(original)
 decoded = nvfp4.dequantize(packed, block_scale, global_scale, torch.float32)
 
-pairs = packed[0, :8]                            # row 0, columns 0 to 15: two codes in a byte
+pairs = packed[0, :8]                            # row 0, columns 0 to 15: two codes per byte
 codes = torch.stack([pairs & 15, pairs >> 4], dim=1).flatten().tolist()
 unit = block_scale[0, 0].float() * global_scale
 
@@ -91,8 +91,8 @@ print(f"  root mean square of the errors          {error.square().mean().sqrt():
 print(f"  decoded weights that fit in bfloat16    {exact.float().mean():.0%}")
 
 # %% 3. The model, and noise on its norms
-# All linears are frozen in NVFP4, and each gets a trained adapter of rank 32. During sampling the
-# noise sigma * z is added to the weights of the norms.
+# All linears are frozen in NVFP4, and each gets a trainable adapter of rank 32. During sampling,
+# noise sigma * z is added to the norms' weights.
 model = load(TINY_MODEL, "nvfp4", torch.device("cpu"), live_vocab=tokenizer.vocab_size)
 configure_cpu(model)
 adapter = lora.attach(model, rank=32, alpha=32, seed=SEED)
@@ -121,7 +121,7 @@ print("\na noisy norm before W, and W with noisy columns, give the same: "
 
 # %% 4. Eight answers
 # The sampler draws each token and records its log-prob. The random number is a hash of (seed,
-# place, number of the answer, position).
+# place, index of the answer, position).
 sampler = Sampler(model, max_length=128)
 sampling = Sampling(MAX_NEW_TOKENS, tokenizer.end_ids, temperature=1.0, seed=SEED)
 with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
@@ -139,7 +139,7 @@ for b in (4, 5):
     print("  " + ", ".join(f"{text_of([token])!r} {p:.1%}" for token, p in drawn))
 
 # %% 5. Their rewards
-# rewards.py finds the answer in the text, answers.py decides whether it equals the known one.
+# rewards.py finds the answer in the text, and answers.py decides whether it's the known one.
 graded = rewards.grade_rows(tokenizer, [problem], rollouts.rows)
 reward = torch.tensor([row["task"] for row in graded])
 
@@ -149,7 +149,7 @@ for b, row in enumerate(graded):
     print(f"{b:3}  {row['extracted']:>6}  {row['rule']:8}  {row['answer']:>5}  {row['task']:6.0f}")
 
 # %% 6. Their advantages
-# How many standard deviations is an answer above the mean of its group?
+# How many standard deviations is each answer above its group's mean?
 by_hand = (reward - reward.mean()) / (reward.std() + 1e-4)
 advantages = grpo.group_advantages(reward, GROUP_SIZE, "group")
 
@@ -160,20 +160,20 @@ print(f"wrong  (0 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.min():5
 print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantages)}")
 
 # %% 7. The loss of a token
-# The learner recomputes the log-probs of the same tokens without noise. In its first pass they are
-# those of the policy and of the old policy at once.
+# The learner recomputes the log-probs of the same tokens, without noise. In its first pass, policy
+# and old policy are the same.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
 finished = torch.tensor([row.finished for row in rollouts.rows])
 in_loss = grpo.loss_mask(rollouts.sampled(), reward, finished, mask_overlong=True)
 weights = grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS)      # (rows, tokens of the longest row)
-weight_of_token = weights[in_loss]                               # no answer was cut
+weight_of_token = weights[in_loss]                               # no answer was cut off
 row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
 rollout_logprobs = torch.cat([row.logprobs for row in rollouts.rows])
 
 
 def learner_logprobs():
-    """Log-probs of all sampled tokens, row after row, by the model as it is now, without noise."""
+    """Log-probs of all sampled tokens, row after row, under the current model, without noise."""
     tokens = [problem.prompt + completion for completion in rollouts.completions]
     starts = [len(problem.prompt)] * GROUP_SIZE
     return model.token_logprobs(tokens, starts)[0].detach()
@@ -185,7 +185,7 @@ def of_rows(logprobs):
 
 
 def show_losses(policy):
-    """Computes the loss by hand, and prints two tokens of rows 4 and 5 each."""
+    """Computes the loss by hand and prints the first two tokens of rows 4 and 5."""
     cap = grpo.CORRECTIONS[loss.correction].cap
     importance_weight = (old - rollout_logprobs).exp().clamp(max=cap)
     ratio = (policy - old).exp()
@@ -212,7 +212,7 @@ old = learner_logprobs()
 show_losses(old)
 
 # %% 8. One update
-# A backward pass, and a step of AdamW on all A and B.
+# A backward pass and an AdamW step on all A and B.
 learner = Learner(model, loss)
 batch = Batch(rollouts.rows, advantages)
 start = adapter.master.detach().clone()
@@ -230,8 +230,8 @@ for name, moved, gradient in zip(["all A", "all B"], moves, gradients):
           f"{gradient.median():16.1e}  {gradient.max():7.1e}")
 
 # %% 9. The same problem again
-# The update has moved the policy away from the old policy, so in a second pass over the same
-# answers (--epochs 2) the ratio is not 1.
+# The update has moved the policy away from the old one, so in a second pass over the same answers
+# (--epochs 2) the ratio is no longer 1.
 policy = learner_logprobs()
 
 title("9. The same problem again")
