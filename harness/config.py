@@ -55,7 +55,7 @@ def setting(default, text: str, allowed: str = "", choices=None, local: bool = F
 
 
 AT_LEAST_1 = "[1, 2e9]"
-ROWS_DECODED = "[1, 32768]"                    # kernels count row * width in 32 bits
+ROWS_DECODED = "[1, 32768]"                      # kernels count row * width in 32 bits
 
 # -----------------------------------------------------------------------------
 # The settings. Each class is a section of --help; its docstring is the section's title.
