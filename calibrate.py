@@ -365,11 +365,12 @@ def to_nvfp4(files: WeightReader, out: Path, texts: Sequence[Text] = (),
     linears = tuple(f"{name}.weight" for name in TARGETS)
 
     def tensors():
+        for name, coded in coded_linears(files, texts, live_vocab, about):
+            yield from nvfp4_tensors(name, *coded)
+        files.refuse_unread()
         for name in files.names:
             if not name.endswith(linears):
                 yield name, files.read(name).bfloat16().cpu()
-        for name, coded in coded_linears(files, texts, live_vocab, about):
-            yield from nvfp4_tensors(name, *coded)
 
     save_model(tensors(), files.folder, out, about)
 

@@ -89,6 +89,13 @@ def nan_in_the_last_layer(folder):                         # found after most is
     save_file(tensors | {name: tensors[name] * float("nan")}, file)
 
 
+def foreign_tensor(folder):
+    save_file({"model.layers.1.self_attn.k_norm.weight": torch.ones(64)}, folder / "more.safetensors")
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": names | {"model.layers.1.self_attn.k_norm.weight": "more.safetensors"}}))
+
+
 def full_disk(folder):                                     # fails when weights are written
     def save_file(*_, **__):
         raise weights.SafetensorError("I/O error: No space left on device (os error 28)\n")
@@ -98,6 +105,7 @@ def full_disk(folder):                                     # fails when weights 
 @pytest.mark.parametrize("damage,words", [
     (already_quantized, ["config.json", "already quantized"]),
     (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight"]),
+    (foreign_tensor, ["1 tensor that", "model.layers.1.self_attn.k_norm.weight"]),
     (full_disk, ["/.out.", "No space left on device"])])
 def test_bad_source_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
     monkeypatch.setattr(weights, "save_file", weights.save_file)     # restored after the test
