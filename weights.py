@@ -320,14 +320,15 @@ class WeightReader(Shards):
 #     NAME.weight_scale         (N, K / 16)  float8_e4m3: one scale per scale_block of 16
 #     NAME.weight_global_scale  (1,)         float32: a divisor, 1 / nvfp4.py's global_scale
 
-# What config.json says about such weights, and the section around it.
-NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                 "symmetric": True}
+# What config.json says about such weights.
 NVFP4_CONFIG = {
     "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
     "quantization_status": "compressed", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4_WEIGHTS,
-                                  "input_activations": None, "output_activations": None}}}
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                    "symmetric": True},
+        "input_activations": None, "output_activations": None}}}
 
 
 def check_nvfp4(section: object, path: Path) -> None:
@@ -336,15 +337,11 @@ def check_nvfp4(section: object, path: Path) -> None:
     Other programs' files look the same but mean something else: ModelOpt stores the global scale
     itself, not its inverse. Only this section of config.json tells them apart.
     """
-    try:
-        groups = section["config_groups"].values()
-        known = groups and all(NVFP4_WEIGHTS.items() <= g["weights"].items() for g in groups)
-        known = known and section["quant_method"] == "compressed-tensors"
-    except (AttributeError, KeyError, TypeError):                # a part is missing or not a dict
-        known = False
-    if not known:
-        raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only "
-                        "4-bit format that can be read")
+    match section:
+        case {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}:
+            return
+    raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only 4-bit "
+                    "format that can be read")
 
 
 def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"

@@ -152,9 +152,7 @@ def test_ignored_linears_of_nvfp4_folder_stay_in_16_bits(tiny, tmp_path):
 
 @pytest.mark.parametrize("change", [
     dict(quant_method="modelopt"),                                        # stores the scale, not its reciprocal
-    dict(config_groups={}), None,
-    dict(config_groups={"group_0": {"weights": weights_py.NVFP4_WEIGHTS | {"group_size": 32}}}),
-    dict(config_groups={"group_0": {"weights": weights_py.NVFP4_WEIGHTS | {"num_bits": 8}}})])
+    dict(format="mxfp4-pack-quantized"), dict(format=None), None])
 def test_other_4_bit_format_is_rejected(tiny, tmp_path, change):
     out = write_nvfp4(tiny["tied"], tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
