@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import TINY, run_main, same_bytes, with_acting_adapter
+from helpers import TINY, prompt_of, run_main, same_bytes, with_acting_adapter
 from safetensors.torch import load_file, save_file
 from test_weights import quantized
 from tiny_qwen2 import write_folder
@@ -74,7 +74,7 @@ def test_calibration_uses_its_flags(tmp_path, monkeypatch):
         _, tokenizer, some, *_, seed = asked[-1]
         questions = [f"{i} + 1" for i in epoch_order(9, 5, 0)[:count]]
         request, system = STYLES["tags"]
-        assert [p.prompt for p in some] == [tokenizer.chat(q + request, system) for q in questions] and seed == 5
+        assert [p.prompt for p in some] == [prompt_of(tokenizer, q + request, system) for q in questions] and seed == 5
 
 
 def already_quantized(folder):
