@@ -269,6 +269,19 @@ def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
     return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
+def readable_problems(problems: list[Problem], source: str, reward: str | None) -> list[Problem]:
+    """The problems whose answer the grader can read, or all with --reward; prints how many are
+    skipped.
+    """
+    readable = [p for p in problems if reward or can_read(p.answer)]
+    unreadable = len(problems) - len(readable)
+    if unreadable:
+        example = next(p.answer for p in problems if not can_read(p.answer))
+        say(f"{source}: {counted(unreadable, 'problem')} skipped, as the grader can't read answers "
+            f"such as {example[:60]!r}")
+    return readable
+
+
 def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> list[Problem]:
     """The problems of a source that a run can use, with prompts; prints how many are skipped.
 
@@ -276,12 +289,7 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
     With --reward, problems need no gold answer. UserError if too few problems are left.
     """
     loaded = load_problems(source, split, not settings.reward)
-    readable = [p for p in loaded if settings.reward or can_read(p.answer)]
-    unreadable = len(loaded) - len(readable)
-    if unreadable:
-        example = next(p.answer for p in loaded if not can_read(p.answer))
-        say(f"{source}: {counted(unreadable, 'problem')} skipped, as the grader can't read answers "
-            f"such as {example[:60]!r}")
+    readable = readable_problems(loaded, source, settings.reward)
     most = settings.max_prompt_tokens
     problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)
