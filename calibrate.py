@@ -34,12 +34,11 @@ all later columns after every column would be slow, so corrections are delayed:
     the rest of the panel      after each scale_block
     all columns after it       after each panel: one matmul with 128 columns of errors
 
-The texts are the model's own answers to training problems, sampled in NVFP4 with nvfp4's codes. Two
-streams of hidden states go through the layers together: `exact` through the 16-bit layers, which
-yields H, and `coded` through the new ones. (Published GPTQ takes H from the coded stream; ours
-makes each layer follow the 16-bit model, whatever happened in earlier layers.) The last eighth of
-the texts is left out of H and measures the result: KL(16 bits || 4 bits) of the next-token
-predictions, in nats per token.
+The texts are the model's own answers to training problems, sampled in NVFP4 with nvfp4's codes.
+Their hidden states go through the 16-bit layers, which yields H. (Published GPTQ takes H from the
+new layers; ours makes each layer follow the 16-bit model, whatever happened in earlier layers.) The
+last eighth of the texts is left out of H and also goes through the new layers, to measure the
+result: KL(16 bits || 4 bits) of the next-token predictions, in nats per token.
 
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalize), AWQ (it would change the norms, which AQN perturbs).
@@ -254,7 +253,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
 class Chunk:
     """Some texts, packed like the learner's rows, on their way through the layers.
 
-    exact, coded (T, D) fp32: hidden states of the 16-bit model and of the one with the new codes.
+    exact (T, D) fp32: hidden states of the 16-bit model.
     """
 
     def __init__(self, texts: list[Text], embed: Tensor, config: qwen.ModelConfig):
@@ -263,7 +262,6 @@ class Chunk:
         self.attend = PackedAttention(layout.prefixes, embed.device, layout.suffixes)
         self.rope = qwen.rope_table(self.attend.positions, config)
         self.exact = embed[torch.tensor(layout.tokens, device=embed.device)].float()
-        self.coded = self.exact.clone()
 
     def through(self, layer: qwen.Layer, hidden: Tensor) -> Tensor:
         """Hidden states (T, D) after a model.Layer."""
@@ -367,11 +365,12 @@ def to_nvfp4(files: WeightReader, out: Path, texts: Sequence[Text] = (),
     linears = tuple(f"{name}.weight" for name in TARGETS)
 
     def tensors():
+        for name, coded in coded_linears(files, texts, live_vocab, about):
+            yield from nvfp4_tensors(name, *coded)
+        files.refuse_unread()
         for name in files.names:
             if not name.endswith(linears):
                 yield name, files.read(name).bfloat16().cpu()
-        for name, coded in coded_linears(files, texts, live_vocab, about):
-            yield from nvfp4_tensors(name, *coded)
 
     save_model(tensors(), files.folder, out, about)
 
@@ -392,6 +391,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         held_out = texts[-math.ceil(len(texts) / 8):]
         chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
+    coded = [chunk.exact for chunk in measured]  # hidden states of the model with new codes
     scratch = Scratch()
     for i in tqdm(range(config.layers), unit="layer", disable=None):
         layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
@@ -409,27 +409,29 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
             packed, block_scale, global_scale = tensors
             unfused = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
             yield from ((name, (p, s, global_scale)) for name, p, s in unfused)
-        # 3) The coded stream goes through the layer with the new codes.
-        for chunk in [*chunks, *measured]:
-            chunk.coded = chunk.through(layer, chunk.coded)
+        # 3) The held-out texts go through the layer with the new codes too.
+        coded = [chunk.through(layer, hidden) for chunk, hidden in zip(measured, coded)]
     if texts:
         norm = qwen.RMSNorm(files.read("model.norm.weight", config.width), config.eps, files.dtype)
         head = embed
         if not config.tied:
             head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
-        kl = torch.cat([token_divergence(chunk, part, norm, head[:live_vocab])
-                        for chunk in measured for part in chunk.predictors.split(512)])
+        kl = torch.cat([token_divergence(chunk.exact[at], hidden[at], norm, head[:live_vocab])
+                        for chunk, hidden in zip(measured, coded)
+                        for at in chunk.predictors.split(512)])
         about["calibration"] = (f"KL(16 bits || 4 bits) {kl.mean():.3g} nats per token, on the "
                                 f"{len(kl):,} tokens of {counted(len(held_out), 'answer')} held "
                                 "out of calibration")
         tqdm.write(about["calibration"])
 
 
-def token_divergence(chunk: Chunk, at: Tensor, norm: qwen.RMSNorm, head: Tensor) -> Tensor:
-    """KL(exact || coded) of the next token at each index `at` (n,): sum of p * (log p - log q)."""
+def token_divergence(exact: Tensor, coded: Tensor, norm: qwen.RMSNorm, head: Tensor) -> Tensor:
+    """KL(exact || coded) of the next token, (n,), from hidden states (n, D) of both models: sum of
+    p * (log p - log q).
+    """
     logprobs = []
-    for hidden in (chunk.exact, chunk.coded):
-        xw, rstd = norm(hidden[at])
+    for hidden in (exact, coded):
+        xw, rstd = norm(hidden)
         logprobs.append((mm_fp32(xw, head.T) * rstd).log_softmax(-1))
-    exact, coded = logprobs
-    return (exact.exp() * (exact - coded)).sum(-1)
+    p, q = logprobs
+    return (p.exp() * (p - q)).sum(-1)

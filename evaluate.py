@@ -32,11 +32,10 @@ from files import UserError, append_lines, counted, json_line, read_json, write_
 from harness import config, memory
 from harness.config import Settings, add_flag, number
 from harness.setup import choose_device, configure_cpu
-from prompts import Tokenizer, digest_of, encode_prompts, split_problems
+from prompts import Tokenizer, digest_of, encode_prompts, readable_problems, split_problems
 from ranks import WORLD, say
 from sampler import Sampler, Sampling, Sequence
 from tasks import plugin
-from tasks.answers import can_read
 from tasks.figures import evaluation_figures, sampler_entropy
 from tasks.problems import has_test_split, load_problems
 from weights import ModelFolder, read_peft_config, tell_other_conditions, training_conditions
@@ -188,13 +187,9 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         if before != digest_of(trained_on + problems):
             raise UserError(f"{args.data} no longer has the problems or prompts that {args.run} "
                             "was trained on: choose problems with --data")
-    readable = [problem for problem in problems if args.reward or can_read(problem.answer)]
-    unreadable = counted(len(problems) - len(readable), "problem")
-    if not readable:
-        raise UserError(f"{args.data}: {unreadable}, but the grader can't read any of the answers")
-    if len(readable) < len(problems):
-        say(f"{args.data}: {unreadable} left out because the grader can't read the answer")
-    problems = readable[:args.limit or None]
+    problems = readable_problems(problems, args.data, args.reward)[:args.limit or None]
+    if not problems:
+        raise UserError(f"{args.data}: has no problem whose answer the grader can read")
     say(f"{counted(len(problems), 'problem')} of {args.data}")
     return encode_prompts(tokenizer, problems, args.prompt_style)
 

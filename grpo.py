@@ -329,9 +329,7 @@ def rollout_sums(d: Tensor) -> dict[str, Tensor]:
     statistics = {
         "tokens": torch.ones_like(d),
         "rollout_logp_diff": d.abs(),
-        "rollout_logp_within": d.abs() <= 0.01,
         "rollout_kl": k3(d),                     # an estimate of KL(rollout || learner)
-        "rollout_is_outside": (ratio < 0.9) | (ratio > 1.1),
         "rollout_is_max": torch.cat([ratio, ratio.new_zeros(1)]).amax(),     # 0 without tokens
         "rollout_is": ratio,                     # summarize() turns both into rollout_is_ess
         "rollout_is_squared": ratio.square(),

@@ -27,7 +27,6 @@ Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -209,12 +208,10 @@ class Adapter:
         self.master.grad = torch.zeros_like(self.master)
         self.working = torch.zeros_like(self.master.data, dtype=dtype)
 
-    def unflatten(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """A vector laid out like master -> views of every A and of every B."""
-        n = len(self.linears)
-        views = [flat[at:at + math.prod(shape)].view(shape)
-                 for at, shape in zip(self.offsets, self.shapes)]
-        return views[:n], views[n:]
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """A vector laid out like master -> views of every A, then of every B."""
+        return [flat[at:at + math.prod(shape)].view(shape)
+                for at, shape in zip(self.offsets, self.shapes)]
 
     def sync(self) -> None:
         """Rewrite the working copies from master, in place: A unchanged, B times alpha / rank."""
@@ -233,8 +230,8 @@ class Adapter:
 
     def peft_tensors(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A vector laid out like master -> (PEFT's name, view) of each part's A and B."""
-        all_a, all_b = self.unflatten(flat)
-        for linear, a, b in zip(self.linears, all_a, all_b):
+        views = self.unflatten(flat)
+        for linear, a, b in zip(self.linears, views, views[len(self.linears):]):
             for name, part_a, part_b in zip(linear.names, a.split(self.rank),
                                             b.split(linear.parts)):
                 yield f"base_model.model.{name}.lora_A.weight", part_a
@@ -251,17 +248,16 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     adapter = Adapter(linears, rank, alpha, model.dtype)
 
-    all_a, all_b = adapter.unflatten(adapter.master.data)
-    for view, gradient in zip(all_a + all_b, chain(*adapter.unflatten(adapter.master.grad))):
-        view.grad = gradient
-    working_a, working_b = adapter.unflatten(adapter.working)
+    leaves = adapter.unflatten(adapter.master.data)
+    for leaf, gradient in zip(leaves, adapter.unflatten(adapter.master.grad)):
+        leaf.grad = gradient
+    copies = adapter.unflatten(adapter.working)
+    n = len(linears)
     generator = torch.Generator().manual_seed(seed)
     for i, linear in enumerate(linears):
         linear.adapter = adapter
-        linear.a = all_a[i]
-        linear.b = all_b[i]
-        linear.working_a = working_a[i]
-        linear.working_b = working_b[i]
+        linear.a, linear.b = leaves[i], leaves[n + i]
+        linear.working_a, linear.working_b = copies[i], copies[n + i]
         bound = linear.weight.K ** -0.5
         uniform = torch.rand(linear.a.shape, generator=generator) * 2 * bound - bound
         linear.a.copy_(uniform)

@@ -343,6 +343,7 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
         raise UserError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, but the "
                         f"embedding has {config.vocab} rows (vocab_size in config.json)")
     model = Qwen(config, files.read, files.frozen, dtype, folder.name)
+    files.refuse_unread()
     model.folder = folder
     model.live_vocab = live_vocab or config.vocab
     return model

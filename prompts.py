@@ -53,7 +53,7 @@ class ChatTemplate:
 
     @cached_property
     def program(self) -> jinja2.Template:
-        return Sandbox().from_string(self.text)
+        return SANDBOX.from_string(self.text)
 
     def render(self, turns: list[Turn], thinking: str) -> str:
         """The text of a conversation, up to where the model's answer begins.
@@ -76,29 +76,26 @@ class ChatTemplate:
         return written
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja with the options and functions that transformers gives to a chat template."""
-
-    def __init__(self):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, undefined=Undefined,
-                         extensions=["jinja2.ext.loopcontrols"])
-        self.globals["raise_exception"] = self.refuse
-        self.filters["tojson"] = self.tojson
-
-    @staticmethod
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    @staticmethod
-    def tojson(value, indent=None):
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 class Undefined(jinja2.Undefined):
     """An undefined name. It is false, so a template can test for it, but it can't be printed: as ""
     it would silently change the prompt of a template that writes, say, the date.
     """
     __str__ = jinja2.Undefined._fail_with_undefined_error
+
+
+def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def tojson(value, indent=None):
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+# Jinja with the options and functions that transformers gives to a chat template.
+SANDBOX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, undefined=Undefined,
+                                        extensions=["jinja2.ext.loopcontrols"])
+SANDBOX.globals["raise_exception"] = raise_exception
+SANDBOX.filters["tojson"] = tojson
 
 
 # -----------------------------------------------------------------------------
@@ -173,10 +170,6 @@ class Tokenizer:
         if ids and ids[-1] in self.end_ids:
             ids = ids[:-1]
         return self.file.decode(ids, skip_special_tokens=False)
-
-    def chat(self, text: str, system: str | None = None) -> list[int]:
-        """The prompt for a question. system None: the template's own system message, if any."""
-        return self.turns([("system", system)] * bool(system) + [("user", text)])
 
     def user_turn(self, text: str) -> list[int]:
         """A user's turn: everything between one answer's <|im_end|> and the next answer."""
@@ -276,6 +269,19 @@ def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
     return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
+def readable_problems(problems: list[Problem], source: str, reward: str | None) -> list[Problem]:
+    """The problems whose answer the grader can read, or all with --reward; prints how many are
+    skipped.
+    """
+    readable = [p for p in problems if reward or can_read(p.answer)]
+    unreadable = len(problems) - len(readable)
+    if unreadable:
+        example = next(p.answer for p in problems if not can_read(p.answer))
+        say(f"{source}: {counted(unreadable, 'problem')} skipped, as the grader can't read answers "
+            f"such as {example[:60]!r}")
+    return readable
+
+
 def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> list[Problem]:
     """The problems of a source that a run can use, with prompts; prints how many are skipped.
 
@@ -283,12 +289,7 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
     With --reward, problems need no gold answer. UserError if too few problems are left.
     """
     loaded = load_problems(source, split, not settings.reward)
-    readable = [p for p in loaded if settings.reward or can_read(p.answer)]
-    unreadable = len(loaded) - len(readable)
-    if unreadable:
-        example = next(p.answer for p in loaded if not can_read(p.answer))
-        say(f"{source}: {counted(unreadable, 'problem')} skipped, as the grader can't read answers "
-            f"such as {example[:60]!r}")
+    readable = readable_problems(loaded, source, settings.reward)
     most = settings.max_prompt_tokens
     problems = encode_prompts(tokenizer, readable, settings.prompt_style, most)
     long = len(readable) - len(problems)

@@ -132,7 +132,6 @@ class Rollouts:
     rows: list[Row]
     seconds: float = 0.0                         # time that generate() took
     computed: int = 0                            # rows computed, summed over all decode steps
-    preempted: int = 0                           # how often a row had to give up its kv_blocks
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -159,7 +158,7 @@ class Rollouts:
     def __add__(self, other: "Rollouts") -> "Rollouts":
         """The rows of two ranks. They sampled in parallel, so `seconds` is the longer one."""
         return Rollouts(self.rows + other.rows, max(self.seconds, other.seconds),
-                        self.computed + other.computed, self.preempted + other.preempted)
+                        self.computed + other.computed)
 
 
 # -----------------------------------------------------------------------------
@@ -201,10 +200,9 @@ class Sampler:
         waiting = deque(sequences)
         running = []                             # the rows of the decode batch, oldest first
         computed = 0
-        preempted = 0
         while waiting or running:
             self._admit(waiting, running)
-            preempted += self._grow(waiting, running)
+            self._grow(waiting, running)
             steps = min(self.engine.window, max(s.limit - s.pos for s in running))
             computed += steps * self.engine.batch_size(len(running))
             computing = list(running)            # rows that end in this window leave `running`
@@ -213,7 +211,7 @@ class Sampler:
             if progress:
                 progress(made, computing)
         rows = [sequence.as_row() for sequence in sequences]
-        return Rollouts(rows, time.perf_counter() - began, computed, preempted)
+        return Rollouts(rows, time.perf_counter() - began, computed)
 
     def _sequences(self, prompts, group_size, sampling, places):
         """One Sequence per answer; the Sequences of a group share one Prefix."""
@@ -289,10 +287,8 @@ class Sampler:
 
     def _grow(self, waiting, running):
         """Gives every row its kv_blocks for the next window, oldest row first. When the pool runs
-        dry, it frees prefixes that no row uses, then preempts the newest row. Returns how many rows
-        were preempted.
+        dry, it frees prefixes that no row uses, then preempts the newest row.
         """
-        rows = len(running)
         i = 0
         while i < len(running):
             s = running[i]
@@ -308,7 +304,6 @@ class Sampler:
                 # The preempted row goes next; prefixes behind it must not hold it up.
                 self._free_waiting_prefixes(waiting, running)
                 assert running, "the pool has room for one sequence: see allocate_kv"
-        return rows - len(running)
 
     def _preempt(self, s, waiting):
         """Takes back a running sequence's kv_blocks and puts it at the front of the queue.

@@ -5,6 +5,7 @@ Model folders in Hugging Face's layout: 16-bit weights, or compressed-tensors NV
     files = WeightReader(folder, "nvfp4", device, torch.bfloat16)
     files.read("model.norm.weight", 3584)              one tensor, with the shape it must have
     files.frozen(names, parts, k)                      linears, as one nvfp4.Weight
+    files.refuse_unread()                              after the last: UserError if one was ignored
     save_model(tensors, source, out)                   a new folder, shard by shard
 
 A model may be larger than host memory, so tensors are read one at a time and written as they are
@@ -46,6 +47,7 @@ from safetensors.torch import save, save_file
 import nvfp4
 from files import (
     UserError,
+    counted,
     first_line,
     new_folder,
     read_json,
@@ -149,10 +151,7 @@ class ModelFolder:
 # -----------------------------------------------------------------------------
 # What a model's config.json may say
 
-# Model families: the architecture in config.json -> the tensors in a layer's attention besides its
-# four matrices.
-FAMILIES = {"Qwen2ForCausalLM": r"[qkv]_proj\.bias",              # Qwen2.5
-            "Qwen3ForCausalLM": r"[qk]_norm\.weight"}
+FAMILIES = "Qwen2ForCausalLM", "Qwen3ForCausalLM"                # Qwen2 is Qwen2.5 too
 
 # Keys that change what a model computes, and the values that model.py implements. If a key is
 # absent, the first value applies.
@@ -216,6 +215,7 @@ class Shards:
         paths = sorted({self.folder / Path(file).name for file in files})
         self.names = {name: path for path in paths for name in open_tensors(path).keys()}
         self.stamps = {path: stamp(path) for path in paths}
+        self.unread = set(self.names)
 
     def _file_with(self, name):
         if name not in self.names:
@@ -224,6 +224,7 @@ class Shards:
         # --train full replaces its model folder, and half old, half new would be neither model.
         if stamp(path) != self.stamps[path]:
             raise UserError(f"{path}: was replaced while being read; try again")
+        self.unread.discard(name)
         return open_tensors(path)
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -247,26 +248,16 @@ class Shards:
 # The names of a layer's linears in a checkpoint.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-
-def tensor_name(architecture: str) -> re.Pattern:
-    """Matches the name of every tensor that a model of this family may have; the regex group is the
-    layer's number. The last line is for tensors that some programs write but nothing here needs.
-    """
-    return re.compile(rf"""
-          (?:lm_head | model\.embed_tokens | model\.norm)\.weight
-        | model\.layers\.(\d+)\.
-          (?: (?:input | post_attention)_layernorm\.weight
-            | self_attn\.{FAMILIES[architecture]}
-            | (?:self_attn\.[qkvo] | mlp\.gate | mlp\.up | mlp\.down)_proj
-              \.weight(?:_packed | _scale | _global_scale)? )
-        | .*(?:rotary_emb\.inv_freq | input_global_scale)""", re.VERBOSE)
+# Tensors that need not be read: outside the layers (a tied head may be stored too), and what some
+# programs write but nothing here needs.
+OPTIONAL = re.compile(r"(lm_head|model\.embed_tokens|model\.norm)\.weight"
+                      r"|.*(rotary_emb\.inv_freq|input_global_scale)")
 
 
 class WeightReader(Shards):
     """Reads the tensors of a model with 16-bit or NVFP4 weights, for linears in format `base`.
 
-    UserError if they can't be converted to it, are in another 4-bit format, or include some that
-    model.py would ignore, which would make it a different model.
+    UserError if they can't be converted to it or are in another 4-bit format.
     """
 
     def __init__(self, model: ModelFolder, base: str, device: torch.device, dtype: torch.dtype):
@@ -284,14 +275,13 @@ class WeightReader(Shards):
                                 "bf16 files")
         if "calibration" in self.config:
             say(f"{self.folder}: {short_repr(self.config['calibration'], 160)}")
-        known = tensor_name(self.config["architectures"][0])
-        matches = {name: known.fullmatch(name) for name in self.names}
-        unused = [name for name, match in matches.items()
-                  if not match or int(match[1] or 0) >= self.config["num_hidden_layers"]
-                  or f"{name}_packed" in self.names]             # bf16 next to its 4-bit codes
-        if unused:
-            raise UserError(f"{self.folder}: contains {len(unused)} tensors that config.json does "
-                            f"not explain, such as {min(unused)}")
+
+    def refuse_unread(self) -> None:
+        """UserError if the layers, which have all been made, left a tensor unread."""
+        unread = [name for name in self.unread if not OPTIONAL.fullmatch(name)]
+        if unread:
+            raise UserError(f"{self.folder}: contains {counted(len(unread), 'tensor')} that the "
+                            f"model would ignore, such as {min(unread)}")
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         """A floating-point tensor of this shape (by default any), in its stored type. UserError if
@@ -330,14 +320,15 @@ class WeightReader(Shards):
 #     NAME.weight_scale         (N, K / 16)  float8_e4m3: one scale per scale_block of 16
 #     NAME.weight_global_scale  (1,)         float32: a divisor, 1 / nvfp4.py's global_scale
 
-# What config.json says about such weights, and the section around it.
-NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                 "symmetric": True}
+# What config.json says about such weights.
 NVFP4_CONFIG = {
     "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
     "quantization_status": "compressed", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4_WEIGHTS,
-                                  "input_activations": None, "output_activations": None}}}
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                    "symmetric": True},
+        "input_activations": None, "output_activations": None}}}
 
 
 def check_nvfp4(section: object, path: Path) -> None:
@@ -346,15 +337,11 @@ def check_nvfp4(section: object, path: Path) -> None:
     Other programs' files look the same but mean something else: ModelOpt stores the global scale
     itself, not its inverse. Only this section of config.json tells them apart.
     """
-    try:
-        groups = section["config_groups"].values()
-        known = groups and all(NVFP4_WEIGHTS.items() <= g["weights"].items() for g in groups)
-        known = known and section["quant_method"] == "compressed-tensors"
-    except (AttributeError, KeyError, TypeError):                # a part is missing or not a dict
-        known = False
-    if not known:
-        raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only "
-                        "4-bit format that can be read")
+    match section:
+        case {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}:
+            return
+    raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only 4-bit "
+                    "format that can be read")
 
 
 def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"

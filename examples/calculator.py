@@ -80,8 +80,7 @@ class Turns:
                                     [keys[i] for i in open_rows])
             for i, row, new in zip(open_rows, asked, more.rows):
                 rows[i] = row.continued(new)
-            done = Rollouts(rows, done.seconds + more.seconds, done.computed + more.computed,
-                            done.preempted + more.preempted)
+            done = Rollouts(rows, done.seconds + more.seconds, done.computed + more.computed)
         for row in rows:                         # a call without room for its result was cut off
             row.finished = row.completion[-1] in sampling.end_ids
         return done

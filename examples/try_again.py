@@ -53,8 +53,7 @@ class Conversation:
                                   turn._replace(seed=sampling.seed + 1), [keys[i] for i in asked])
         for (i, row), answer in zip(asked.items(), second.rows):
             rows[i] = row.continued(answer)
-        return Rollouts(rows, first.seconds + second.seconds, first.computed + second.computed,
-                        first.preempted + second.preempted)
+        return Rollouts(rows, first.seconds + second.seconds, first.computed + second.computed)
 
     def grade(self, problems: list, rows: list[Row]) -> list[dict]:
         """Like Run.grade, which stops at a row's first <|im_end|>, but grades the last answer. Adds

@@ -83,6 +83,11 @@ def save_tokenizer(folder, template=None, thinks=False):
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+def prompt_of(tokenizer, text, system=None):
+    """The prompt of a question; system None: with the template's own system message, if any."""
+    return tokenizer.turns([("system", system)] * bool(system) + [("user", text)])
+
+
 # Chat templates that write the same text as Qwen's. make_chat_reference.py checks this with Qwen's own templates.
 # TURNS writes the messages; what follows opens the answer.
 TURNS = r"""{%- for message in messages %}

@@ -82,10 +82,10 @@ def test_step_samples_drawn_lengths_and_trains_on_every_row(measured, monkeypatc
         assert done.sums["tokens"] == sum(bench.drawn_lengths(6)) == figures["tokens"]
 
 
-def test_small_kv_cache_preempts_rows(measured):
-    block = 2 * 2 * 2 * 32 * 16 * 2                        # bytes of keys and values, 2 layers, 2 heads of 16, bf16
-    assert measured("rollout", "--batch", 8, "--kv-gib", 12 * block / 2**30, "--new", 60)["preempted"] > 0
-    assert measured("rollout", "--batch", 8, "--new", 60)["preempted"] == 0
+def test_rollout_keeps_to_its_kv_cache(measured):
+    gib = 12 * 2 * 2 * 2 * 32 * 16 * 2 / 2**30             # 12 blocks: keys and values, 2 layers, 2 heads of 16, bf16
+    figures = measured("rollout", "--kv-gib", gib, "--new", 60)
+    assert figures["batch"] == 8 and figures["tokens_s"] > 0 and 0 < figures["kv_gib"] <= gib
 
 
 def test_step_accepts_a_fixed_length(measured):

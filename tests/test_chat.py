@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from helpers import TINY, run_main, with_acting_adapter
+from helpers import TINY, prompt_of, run_main, with_acting_adapter
 
 import lora
 import model as qwen
@@ -86,7 +86,7 @@ def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatc
     assert main(monkeypatch, run_folder, "--question", QUESTIONS[0]) is None
     model = qwen.load(TINY, "bf16", "cpu", live_vocab=tokenizer.vocab_size)
     lora.load_adapter(model, run_folder / "adapter")
-    prompt = tokenizer.chat(QUESTIONS[0], STYLES["tags"][1])
+    prompt = prompt_of(tokenizer, QUESTIONS[0], STYLES["tags"][1])
     sampler = Sampler(model, 512, 1)
     completion, = sampler.generate([prompt], 1, Sampling(20, tokenizer.end_ids, 0.0)).completions
     with_adapter = capsys.readouterr().out

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import TINY, run_main, same_bytes, with_acting_adapter
+from helpers import TINY, prompt_of, run_main, same_bytes, with_acting_adapter
 from safetensors.torch import load_file, save_file
 from test_weights import quantized
 from tiny_qwen2 import write_folder
@@ -74,7 +74,7 @@ def test_calibration_uses_its_flags(tmp_path, monkeypatch):
         _, tokenizer, some, *_, seed = asked[-1]
         questions = [f"{i} + 1" for i in epoch_order(9, 5, 0)[:count]]
         request, system = STYLES["tags"]
-        assert [p.prompt for p in some] == [tokenizer.chat(q + request, system) for q in questions] and seed == 5
+        assert [p.prompt for p in some] == [prompt_of(tokenizer, q + request, system) for q in questions] and seed == 5
 
 
 def already_quantized(folder):
@@ -89,6 +89,13 @@ def nan_in_the_last_layer(folder):                         # found after most is
     save_file(tensors | {name: tensors[name] * float("nan")}, file)
 
 
+def foreign_tensor(folder):
+    save_file({"model.layers.1.self_attn.k_norm.weight": torch.ones(64)}, folder / "more.safetensors")
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": names | {"model.layers.1.self_attn.k_norm.weight": "more.safetensors"}}))
+
+
 def full_disk(folder):                                     # fails when weights are written
     def save_file(*_, **__):
         raise weights.SafetensorError("I/O error: No space left on device (os error 28)\n")
@@ -98,6 +105,7 @@ def full_disk(folder):                                     # fails when weights 
 @pytest.mark.parametrize("damage,words", [
     (already_quantized, ["config.json", "already quantized"]),
     (nan_in_the_last_layer, ["model.layers.1.mlp.down_proj.weight"]),
+    (foreign_tensor, ["1 tensor that", "model.layers.1.self_attn.k_norm.weight"]),
     (full_disk, ["/.out.", "No space left on device"])])
 def test_bad_source_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, words):
     monkeypatch.setattr(weights, "save_file", weights.save_file)     # restored after the test

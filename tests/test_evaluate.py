@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import TEMPLATES, TINY, thinking_tiny, with_acting_adapter
+from helpers import TEMPLATES, TINY, prompt_of, thinking_tiny, with_acting_adapter
 
 import evaluate
 import lora
@@ -151,7 +151,7 @@ def test_unreadable_golds_are_left_out(tmp_path, run):
     assert figures["n"] == 2 and [row["id"] for row in read("a.jsonl")] == ["sums-1", "sums-3"]
     run_folder(tmp_path / "run", data=str(tmp_path / "sums.jsonl"), reward="mine:length")
     assert asked(run, "--reward", "none") == ["sums-57", "sums-59"]
-    with pytest.raises(SystemExit, match="none.jsonl: 30 problems"):
+    with pytest.raises(SystemExit, match="none.jsonl: has no problem"):
         run(*BASIC, "--data", "none.jsonl")
 
 
@@ -257,13 +257,13 @@ def test_run_sets_thinking_and_keeps_its_held_out_split(tmp_path, run):
     model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
     lines = [json.dumps({"question": "1" * n, "answer": "1"}) + "\n" for n in range(40, 60)]
     (tmp_path / "sums.jsonl").write_text("".join(lines))
-    longest = len(Tokenizer(model, "on").chat("1" * 59))
-    assert longest < len(Tokenizer(model, "off").chat("1" * 59))
+    longest = len(prompt_of(Tokenizer(model, "on"), "1" * 59))
+    assert longest < len(prompt_of(Tokenizer(model, "off"), "1" * 59))
     run_folder(tmp_path / "run", model=str(model), data=str(tmp_path / "sums.jsonl"), thinking="on", max_new_tokens=4,
                eval_problems=256, max_prompt_tokens=longest)
     for more in ([], ["--thinking", "off"]):
         assert asked(run, *more) == ["sums-19", "sums-20"]
-        prompt = Tokenizer(model, "off" if more else "on").chat("1" * 59)
+        prompt = prompt_of(Tokenizer(model, "off" if more else "on"), "1" * 59)
         assert read("asked.jsonl")[1]["prompt"] == Tokenizer(model).decode(prompt)
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import prompt_of
 
 from examples import calculator, try_again
 from model import load
@@ -48,7 +49,7 @@ def test_calculator_turns_match_one_forward_and_mask_tool_output():
     model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
     tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
     sampler = Sampler(model, 160)
-    prompts = [tokenizer.chat(f"Tom has {n} boxes with 8 cards each and sells 4. How many cards are left?")
+    prompts = [prompt_of(tokenizer, f"Tom has {n} boxes with 8 cards each and sells 4. How many cards are left?")
                + tokenizer.encode("Step by step: ") for n in (6, 7)]
     sampling = Sampling(40, tokenizer.end_ids, 1.0, seed=3)
     problems = [Problem("", "", "", prompt) for prompt in prompts]
@@ -104,7 +105,7 @@ def test_call_without_room_for_its_result_is_truncated():
 def test_second_answer_follows_a_wrong_first_one_and_counts():
     model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
     tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
-    problems = [Problem(name, question, answer, tokenizer.chat(question))
+    problems = [Problem(name, question, answer, prompt_of(tokenizer, question))
                 for name, question, answer in itertools.islice(arithmetic("train"), 4)]
     conversation = try_again.Conversation(SimpleNamespace(
         tokenizer=tokenizer, grade=lambda problems, rows: grade_rows(tokenizer, problems, rows)))

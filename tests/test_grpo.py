@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import grpo
-from grpo import LOSSES, LogProbs, add_sums, group_advantages, policy_loss, rollout_sums, summarize, token_weights
+from grpo import LOSSES, LogProbs, add_sums, group_advantages, policy_loss, summarize, token_weights
 
 NAN = float("nan")
 
@@ -212,18 +212,11 @@ def test_metrics_by_hand():
                           loss_of("dapo", clip_high=.2))
     got, want = summarize(sums), dict(
         rollout_logp_diff=(math.log(1.25) + math.log(2)) / 4,
-        rollout_logp_within=2 / 4, rollout_kl=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
-        rollout_is_outside=2 / 4, rollout_is_max=1.25, clip_ratio_low=1 / 4, clip_ratio_high=1 / 4,
+        rollout_kl=(.25 - math.log(1.25) - .5 + math.log(2)) / 4,
+        rollout_is_max=1.25, clip_ratio_low=1 / 4, clip_ratio_high=1 / 4,
         rollout_is_ess=3.75**2 / (4 * (1 + 1.5625 + .25 + 1)),
         kl=(math.exp(-1) * (1 + .8 + 2 + 1) + math.log(1.25) + math.log(.5)) / 4)
     assert {name: got[name] for name in want} == pytest.approx(want)       # a fork may have more
-
-
-def test_bounds_of_outside_and_within():
-    ratio = torch.tensor([0.899, 0.901, 1.099, 1.101]).double()
-    assert summarize(rollout_sums(ratio.log()))["rollout_is_outside"] == 2 / 4
-    d = torch.tensor([-0.0101, -0.0099, 0.0099, 0.0101]).double()
-    assert summarize(rollout_sums(d))["rollout_logp_within"] == 2 / 4
 
 
 def test_add_sums_keeps_the_largest_ratio():

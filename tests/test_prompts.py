@@ -8,7 +8,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from helpers import ANSWER, QWEN_SYSTEM, ROOT, TEMPLATES, TINY, TURNS, save_tokenizer
+from helpers import ANSWER, QWEN_SYSTEM, ROOT, TEMPLATES, TINY, TURNS, prompt_of, save_tokenizer
 
 import prompts as prompts_py
 from files import UserError
@@ -50,8 +50,8 @@ def test_default_system_message_can_be_replaced(tmp_path, template, system):
     tokenizer = Tokenizer(tmp_path)
     first = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     rest = "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    assert text_of(tokenizer, tokenizer.chat("U")) == first + rest
-    assert text_of(tokenizer, tokenizer.chat("U", "S")) == "<|im_start|>system\nS<|im_end|>\n" + rest
+    assert text_of(tokenizer, prompt_of(tokenizer, "U")) == first + rest
+    assert text_of(tokenizer, prompt_of(tokenizer, "U", "S")) == "<|im_start|>system\nS<|im_end|>\n" + rest
 
 
 @pytest.mark.parametrize("template", [None, [{"name": "default", "template": TURNS}]])
@@ -85,7 +85,7 @@ def test_template_sees_no_tools_or_documents(tmp_path):
     prompts = []
     for template in asks + TURNS + ANSWER, TURNS + ANSWER:
         save_tokenizer(tmp_path, template)
-        prompts.append(Tokenizer(tmp_path).chat("x"))
+        prompts.append(prompt_of(Tokenizer(tmp_path), "x"))
     assert prompts[0] == prompts[1]
 
 
@@ -163,8 +163,8 @@ def test_prompt_style_sets_system_message_and_user_turn(style, system, user):
     tokenizer = Tokenizer(TINY)
     bare, chat = encode_prompts(tokenizer, [Problem("1", "How many?", "1"),
                                             Problem("2", "How many?", "1", system="S")], style)
-    assert bare.prompt == tokenizer.chat(user, system)
-    assert chat.prompt == tokenizer.chat(user, "S" + (f"\n\n{system}" if system else ""))     # its own comes first
+    assert bare.prompt == prompt_of(tokenizer, user, system)
+    assert chat.prompt == prompt_of(tokenizer, user, "S" + (f"\n\n{system}" if system else ""))     # its own comes first
 
 
 def test_example_prompt_function_makes_a_conversation(monkeypatch):
@@ -205,10 +205,10 @@ def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward, kept
 def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
     tokenizer = Tokenizer(TINY)
     source = sums(tmp_path / "x.jsonl", (1, 22, 333, 4))
-    most = len(tokenizer.chat("22 + 1?"))
+    most = len(prompt_of(tokenizer, "22 + 1?"))
     settings = SimpleNamespace(reward=None, prompt_style="plain", max_prompt_tokens=most)
     kept = usable_problems(settings, tokenizer, source, "train")
-    assert [p.prompt for p in kept] == [tokenizer.chat(f"{i} + 1?") for i in (1, 22, 4)]
+    assert [p.prompt for p in kept] == [prompt_of(tokenizer, f"{i} + 1?") for i in (1, 22, 4)]
     assert f"1 prompt skipped, longer than --max-prompt-tokens {most}" in capsys.readouterr().out
 
 

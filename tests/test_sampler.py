@@ -128,14 +128,14 @@ def test_preemption_and_batching_change_no_token(tiny):
     """With a model's numbers. The tests of bookkeeping below compare 1,000 requests with a loop without any."""
     model = load(tiny["untied"].folder, base="bf16", device="cpu")
     prompts = prompts_of(101, (1, 5, 32, 33, 64, 65))
-    roomy = Sampler(model, 110)
+    roomy = AuditedSampler(model, 110)
     want = generate(roomy, prompts, 3, 45, end_ids=(3, 17), temperature=1.3, seed=5)
-    assert 0 < sum(finished(want)) < len(want.rows) and want.preempted == 0
+    assert 0 < sum(finished(want)) < len(want.rows) and roomy.preempted == 0
     for extra in (0, 7):
-        small = Sampler(model, 110, kv_gib=minimal_gib(model, 110, extra), engine=WindowEngine)
+        small = AuditedSampler(model, 110, kv_gib=minimal_gib(model, 110, extra), engine=WindowEngine)
         got = generate(small, prompts, 3, 45, end_ids=(3, 17), temperature=1.3, seed=5)
         assert got.completions == want.completions and finished(got) == finished(want)
-        assert got.preempted > 0 or not extra                            # recomputed
+        assert small.preempted > 0 or not extra                          # recomputed
         gap = torch.cat([row.logprobs for row in got.rows]) - torch.cat([row.logprobs for row in want.rows])
         assert gap.abs().max() < FP32
     alone = generate(roomy, prompts[4:5], 2, 45, [4], end_ids=(3, 17), temperature=1.3, seed=5)
@@ -339,7 +339,7 @@ class AuditedSampler(Sampler):
 
 def test_random_requests_match_a_plain_loop():
     rng, model = random.Random(0), HashModel()
-    requests = preempted = told = stopped = shared = waited = 0
+    requests = preempted = stopped = shared = waited = 0
     while requests < 1_000:
         max_length = rng.randint(2, 200)
         max_rows = rng.choice([1, 3, 7, 24, 64])
@@ -374,11 +374,10 @@ def test_random_requests_match_a_plain_loop():
             assert sum(made) == rollouts.num_tokens and sorted(sum(ended, [])) == [*range(len(limits))]
             assert 0 <= rollouts.idle < 1
             assert sorted(sampler.pool.free_blocks) == list(range(1, sampler.engine.kv.shape[2]))
-            requests, told = requests + len(rollouts.completions), told + rollouts.preempted
+            requests += len(rollouts.completions)
             stopped, shared = stopped + sum(finished(rollouts)), shared + (group_size > 1)
         preempted, waited = preempted + sampler.preempted, waited + sampler.waited
     assert preempted > 30 and stopped > 300 and shared > 8 and waited > 150      # the interesting cases did occur
-    assert told == preempted
 
 
 def test_smallest_pool_takes_a_waiting_prefix_for_the_next_row():
@@ -389,7 +388,7 @@ def test_smallest_pool_takes_a_waiting_prefix_for_the_next_row():
     rollouts = generate(sampler, [prompt], 3, 95)
     for g in range(3):
         assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), 95, ends=())
-    assert rollouts.preempted > 0
+    assert sampler.preempted > 0
 
 
 def test_pool_too_small_for_a_sequence_is_refused():
@@ -460,9 +459,9 @@ def test_window_ends_with_its_last_row():
 
 def test_row_waits_until_live_rows_can_grow():
     # Five kv_blocks. Each of the three rows takes one for its prefix of 32 tokens and one for its own 20 tokens.
-    sampler = Sampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=RecordingEngine)
-    rollouts = generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
-    assert sampler.engine.prefills == [[32, 32], [32]] and rollouts.preempted == 0
+    sampler = AuditedSampler(HashModel(), 97, kv_gib=minimal_gib(HashModel(), 97), engine=RecordingEngine)
+    generate(sampler, [[token] * 33 for token in (3, 4, 5)], 1, 20)
+    assert sampler.engine.prefills == [[32, 32], [32]] and sampler.preempted == 0
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 4, 6, 12, 64])
@@ -471,24 +470,24 @@ def test_prefix_is_prefilled_once_for_any_max_rows(max_rows, ahead):
     sampler = AuditedSampler(HashModel(), 200, max_rows, engine=RecordingEngine)
     sampler.engine.prefill_ahead = ahead
     prompts = [[3 + n] * 41 for n in range(8)]                            # prefixes of 40 tokens
-    rollouts = sampler.generate(prompts, 8, Sampling([1 + n % 20 for n in range(64)]))
-    assert sorted(sampler.engine.prefilled) == [3 + n for n in range(8) for _ in range(40)] and rollouts.preempted == 0
+    sampler.generate(prompts, 8, Sampling([1 + n % 20 for n in range(64)]))
+    assert sorted(sampler.engine.prefilled) == [3 + n for n in range(8) for _ in range(40)] and sampler.preempted == 0
 
 
 def test_preempted_row_takes_the_blocks_of_a_waiting_prefix():
     windows = []
     # Seven kv_blocks. Rows 4 and 3 are preempted; row 5 of the same group has not run yet.
     sampler = AuditedSampler(HashModel(), 140, 5, minimal_gib(HashModel(), 140, extra=1), engine=HashEngine)
-    rollouts = sampler.generate([[3] * 33, [4] * 33], 3, Sampling([100, 10, 40, 70, 70, 70]),
-                                progress=lambda made, sequences: windows.append([s.row for s in sequences]))
-    assert windows[3:6] == [[0, 2, 3, 4], [0, 2], [0, 3]] and rollouts.preempted == 3
+    sampler.generate([[3] * 33, [4] * 33], 3, Sampling([100, 10, 40, 70, 70, 70]),
+                     progress=lambda made, sequences: windows.append([s.row for s in sequences]))
+    assert windows[3:6] == [[0, 2, 3, 4], [0, 2], [0, 3]] and sampler.preempted == 3
 
 
 def test_rollouts_add_and_mask_tool_tokens():
-    a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)], 1.0, 6, 2)
-    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))], 3.0, 4, 1)
+    a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)], 1.0, 6)
+    b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))], 3.0, 4)
     both = a + b
     assert both.completions == [[2], [3, 4], [8, 7, 6]] and finished(both) == [True, False, True]
     assert both.sampled().tolist() == [[True, False, False], [True, True, False], [True, False, True]]
-    assert (a.num_tokens, b.num_tokens, both.num_tokens, both.preempted, both.seconds) == (3, 2, 5, 3, 3.0)
+    assert (a.num_tokens, b.num_tokens, both.num_tokens, both.seconds) == (3, 2, 5, 3.0)
     assert (a.idle, both.idle) == pytest.approx((0.5, 0.5))

@@ -12,7 +12,7 @@ step       a GRPO step with train.py's sampler, memory plan and update, on
            seconds are the slowest rank's
 rollout    the sampler's tokens/s, including prefill and host time, on B
            sequences in groups of gcd(B, 8), with an adapter and ignoring end
-           ids; "preempted" counts rows that waited for KV blocks
+           ids
 
 The output is JSON: a line with the flags and the machine, then a line per case,
 preceded by the memory plan for step.
@@ -100,7 +100,7 @@ def load_figures(sampler, B, prompt, new):
     rollouts = sampler.generate(prompts, G, Sampling(new))
     return {"batch": B, "tokens_s": rollouts.num_tokens / rollouts.seconds,
             "step_ms": (rollouts.seconds - prefill) / (new - 1) * 1e3, "prefill_ms": prefill * 1e3,
-            "preempted": rollouts.preempted, "kv_gib": sampler.engine.kv.nbytes / 2**30}
+            "kv_gib": sampler.engine.kv.nbytes / 2**30}
 
 
 def rollout(args: argparse.Namespace) -> Iterator[dict]:

@@ -223,9 +223,10 @@ print(f"norm of the gradient {update.grad_norm:.3f}\n")
 print("        numbers  moved  by how much  gradient: median  largest")
 moves = adapter.unflatten((adapter.master.detach() - start).abs())
 gradients = adapter.unflatten(adapter.master.grad.abs())
-for name, moved, gradient in zip(["all A", "all B"], moves, gradients):
-    moved = torch.cat([view.flatten() for view in moved])
-    gradient = torch.cat([view.flatten() for view in gradient])
+n = len(adapter.linears)
+for name, part in [("all A", slice(n)), ("all B", slice(n, None))]:
+    moved = torch.cat([view.flatten() for view in moves[part]])
+    gradient = torch.cat([view.flatten() for view in gradients[part]])
     print(f"{name}  {len(moved):8,}  {(moved > 0).float().mean():5.0%}  {moved.mean():11.4f}  "
           f"{gradient.median():16.1e}  {gradient.max():7.1e}")
 
