@@ -369,31 +369,12 @@ HOPPER_CONFIGS = {
     64: HopperConfig(64, 3, 2, 1),
     256: HopperConfig(128, 2, 2, 1),
 }
-# (maximum rows of x, N, K) -> a HopperConfig that is faster on an H200 for this Qwen2.5 linear.
-TUNED_CONFIGS = {
-    (8, 17920, 1536): HopperConfig(8, 6, 3, 2),
-    (16, 1536, 8960): HopperConfig(16, 4, 3, 1),
-    (32, 1536, 1536): HopperConfig(32, 5, 2, 2),
-    (32, 1536, 8960): HopperConfig(32, 4, 2, 2),
-    (8, 22016, 2048): HopperConfig(8, 4, 4, 2),
-    (8, 2048, 11008): HopperConfig(8, 4, 3, 2),
-    (32, 2560, 2048): HopperConfig(32, 5, 2, 2),
-    (32, 2048, 11008): HopperConfig(32, 4, 2, 2),
-    (16, 4608, 3584): HopperConfig(16, 4, 3, 1),
-    (32, 3584, 3584): HopperConfig(32, 4, 2, 2),
-    (32, 37888, 3584): HopperConfig(32, 5, 2, 2),
-    (8, 7168, 5120): HopperConfig(8, 4, 3, 2),
-    (16, 7168, 5120): HopperConfig(16, 4, 3, 2),
-    (8, 5120, 5120): HopperConfig(8, 4, 3, 2),
-    (16, 5120, 5120): HopperConfig(16, 5, 3, 2),
-    (8, 55296, 5120): HopperConfig(8, 4, 3, 3),
-}
 
 
-def hopper_config(N: int, K: int, M: int) -> HopperConfig:
+def hopper_config(M: int) -> HopperConfig:
     """The config for a weight (N, K) and M rows of x."""
     bucket = next((m for m in HOPPER_CONFIGS if M <= m), max(HOPPER_CONFIGS))
-    return TUNED_CONFIGS.get((bucket, N, K), HOPPER_CONFIGS[bucket])
+    return HOPPER_CONFIGS[bucket]
 
 
 def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | None = None,
@@ -409,7 +390,7 @@ def hopper_matmul(x: torch.Tensor, weight: PackedWeight, lora_a: torch.Tensor | 
     N = weight.N
     device = weight.device
     assert capability(device)[0] == 9, f"needs a Hopper GPU, the weight is on {device}"
-    config = hopper_config(N, K, M)
+    config = hopper_config(M)
     R, plan, slabs = prepare_launch(x, weight, lora_a, config)
     # Made at every launch, but there is only one: decode steps are CUDA graphs.
     codes_map = TensorDescriptor.from_tensor(

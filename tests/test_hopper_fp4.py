@@ -5,7 +5,6 @@ test_marlin_fp4.py tests its products along with the portable kernel's, and test
 
 python -m pytest tests/test_hopper_fp4.py -v
 """
-import os
 import re
 import subprocess
 import tempfile
@@ -20,13 +19,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fast.hopper_fp4 import FLAT, HOPPER_CONFIGS, ROWS_64B, ROWS_256B, SUMS, TUNED_CONFIGS, hopper_kernel, hopper_matmul
+from fast.hopper_fp4 import FLAT, HOPPER_CONFIGS, ROWS_64B, ROWS_256B, SUMS, hopper_kernel, hopper_matmul
 from marlin_fp4 import pack
 
 
 @hopper
-@pytest.mark.parametrize("M,N,K", TUNED_CONFIGS)
-def test_tuned_linears_match_cublas(M, N, K):
+@pytest.mark.parametrize("M,N,K", [(8, 4608, 3584), (16, 3584, 3584), (32, 37888, 3584), (64, 3584, 18944)])
+def test_linears_of_a_7b_match_cublas(M, N, K):
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, device="cuda")
     weight = pack(codes, torch.rand(N, K // 16, device="cuda").to(torch.float8_e4m3fn), torch.tensor(2.0**-12))
     # With pdl the kernel may read W and a, but not x, before the preceding kernel ends. So x is made last.
@@ -92,9 +91,7 @@ def written_while_read(instructions):
     return found
 
 
-# 2 s each. TEST_ALL_TARGETS=1 adds the tuned configs, which differ in how far they load ahead; on a GPU they run above.
-@pytest.mark.parametrize("config", sorted({*HOPPER_CONFIGS.values(), *(
-    TUNED_CONFIGS.values() if os.environ.get("TEST_ALL_TARGETS") else ())}))
+@pytest.mark.parametrize("config", HOPPER_CONFIGS.values())              # 2 s each
 def test_compiled_kernel_leaves_operands_in_flight_alone(config):
     remarks, instructions = compiled_for_hopper(config)
     assert "C75" not in remarks, remarks                             # ptxas: wgmma serialized

@@ -166,7 +166,7 @@ def test_expanded_matmul_matches_float64(monkeypatch, base, M, R):
 @pytest.mark.parametrize("N,K,M,R", [(4608, 3584, 1, 96), (3584, 18944, 16, 32), (37888, 3584, 64, 64),
                                      (128, 128, 8, 0), (1152, 896, 33, 48), (384, 128, 250, 16)])
 def test_schedule_covers_every_tile_once(N, K, M, R):
-    k_tiles, stripe, a_stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(N, K, M), 132)
+    k_tiles, stripe, a_stripe, a_programs, programs, slabs = plan_stripes(N, K, M, R, hopper_config(M), 132)
     bands = -(-N // 128)
     owners = [[tile // stripe for tile in range(band * k_tiles, band * k_tiles + k_tiles)] for band in range(bands)]
     assert k_tiles == -(-K // 128) and max(max(o) for o in owners) == programs - a_programs - 1
