@@ -372,7 +372,7 @@ HOPPER_CONFIGS = {
 
 
 def hopper_config(M: int) -> HopperConfig:
-    """The config for a weight (N, K) and M rows of x."""
+    """The config for M rows of x."""
     bucket = next((m for m in HOPPER_CONFIGS if M <= m), max(HOPPER_CONFIGS))
     return HOPPER_CONFIGS[bucket]
 
