@@ -65,7 +65,7 @@ def program() -> str:
 def parser(usage: str, text: str) -> argparse.ArgumentParser:
     """A program's parser. usage: what follows the program's name; text: its --help."""
     return argparse.ArgumentParser(
-        prog=program(), usage=f"%(prog)s {usage}, --help lists them", description=text.strip(),
+        prog=program(), usage=f"%(prog)s {usage}", description=text.strip(),
         allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

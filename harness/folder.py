@@ -81,8 +81,8 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
     """A context that calls save() before anything ends the program early.
 
     save() returns part of the message, such as "step 7 is saved". advice(then) says how to continue
-    the run, if possible; `then` is Stopped.then. A bug keeps its traceback. Any other end prints
-    one line and exits with code 1:
+    the run, if possible; `then` is Stopped.then. A bug keeps its traceback, after a line with
+    these two. Any other end prints one line and exits with code 1:
 
         train.py: stopped by SIGTERM; step 7 is saved; continue with --resume --out runs/x
 
@@ -102,12 +102,13 @@ def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterat
             saved = save()
         except OSError as failure:
             saved = f"the last step can't be saved ({failure}); earlier checkpoints are intact"
-        if not isinstance(error, (Stopped, UserError, OSError, torch.OutOfMemoryError)):
-            raise
         then = getattr(error, "then", FIX_AND_CONTINUE)
+        result = "; ".join(filter(None, (saved, advice(then))))
+        if not isinstance(error, (Stopped, UserError, OSError, torch.OutOfMemoryError)):
+            say(result)
+            raise
         if RANK == 0:
-            message = "; ".join(filter(None, (first_line(error), saved, advice(then))))
-            env.end_with(f"{env.program()}: {message}")
+            env.end_with(f"{env.program()}: {first_line(error)}; {result}")
         if then == FIX_AND_CONTINUE:
             env.end_with(f"{env.program()}: rank {RANK}: {first_line(error)}")
         env.end_at_once(1)
