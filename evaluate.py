@@ -14,7 +14,6 @@ in that file is too high, because short answers finish first and are right more
 often.
 """
 import argparse
-import dataclasses
 import sys
 import time
 from collections import defaultdict
@@ -78,14 +77,12 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
             raise UserError(f"{args.run} is not a run folder: it has no run.json; for a model, use "
                             f"--model {args.run}")
         run = config.settings_of_run(args.run)
-        asked = dict(prompt_style=run.prompt_style, reward=run.reward)
-        given = [name for name in asked if getattr(args, name, "unused") is not None]
-        config.require_repeated(asked, given, f"{args.run}/run.json")
         # A run that trained all weights has no adapter.
         adapter = str(Path(args.run) / "adapter") if run.train == "lora" else None
         parser.set_defaults(model=run.model, base=run.base, thinking=run.thinking,
                             adapter=adapter, kernels=run.kernels,
-                            max_new_tokens=run.max_new_tokens, **asked)
+                            max_new_tokens=run.max_new_tokens, prompt_style=run.prompt_style,
+                            reward=run.reward)
         args = parser.parse_args()
     if args.model is None:
         raise UserError("give a run folder or --model")
@@ -179,8 +176,6 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         problems = load_problems(args.data, "test", needs_gold=not args.reward)
     else:
         args.data = run.eval_data or run.data
-        if ":" in run.prompt_style:              # as on the command line: see parse()
-            run = dataclasses.replace(run, prompt_style=args.prompt_style)
         # With the run's --thinking, which affects which prompts were too long for it.
         trained_on, problems = split_problems(run, Tokenizer(tokenizer.folder, run.thinking))
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")

@@ -16,9 +16,8 @@ or the run.json that a run writes. If several of these set a value, the last one
     --config FILE, or --resume      a recipe or another run's run.json; the run.json in --out
     the command line
 
-Invalid values are rejected, wherever they come from. Two things are never taken from a file:
-settings of the machine and the folder (`local`), and a function to run (module:function) that the
-command line doesn't name too.
+Invalid values are rejected, wherever they come from. Settings of the machine and the folder
+(`local`) are never taken from a file.
 
 The help texts also give the defaults of two others: "paper" is QeRL (arXiv 2510.11696; Table 4,
 GSM8K), "release" is the authors' code (NVlabs/QeRL).
@@ -27,7 +26,7 @@ import argparse
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -291,8 +290,6 @@ def new_parser() -> argparse.ArgumentParser:
 
 # Keys of run.json that aren't settings.
 NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "memory_plan"}
-# Settings that may name a user's function.
-NAME_FUNCTIONS = "prompt_style", "reward"
 # Paths that may change when a run is resumed: problems_sha256 and weights_sha256 compare contents.
 MAY_MOVE = "model", "data", "eval_data"
 
@@ -312,7 +309,6 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     file = read_json(Path(path)) if path else {}
     held = settings_in(file, path)
     given = with_absolute_paths(given)
-    require_repeated(held, given.keys(), path)
     if resume:
         check_resumed(given, held, file["about"])
     named = held | given
@@ -348,24 +344,6 @@ def settings_in(file: dict, path: str | Path | None) -> dict:
     flags = [f"{option(name)}={value}" for name, value in file.items()
              if name not in NO_SETTINGS and value is not None]
     return with_absolute_paths(vars(parser.parse_args(flags)))
-
-
-def require_repeated(held: dict, given: Collection[str], path: str | Path | None) -> None:
-    """UserError if a file names a function and the command line doesn't: someone else's run folder
-    or recipe must not decide what code runs here.
-
-    held: the file's settings. given: names of the flags on the command line.
-    """
-    for name in NAME_FUNCTIONS:
-        if ":" in (held.get(name) or "") and name not in given:
-            raise UserError(f"{path} names a function, {option(name)} {held[name]}: repeat the "
-                            "flag to run that code")
-
-
-def flags_to_repeat(held: dict) -> list[str]:
-    """The flags that require_repeated() asks for: --reward my_reward:score, as two words."""
-    return [word for name in NAME_FUNCTIONS if ":" in (held.get(name) or "")
-            for word in (option(name), held[name])]
 
 
 def shape_of(adapter: str, given: dict) -> dict:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from files import Stopped, counted, read_log
-from harness.config import Settings, flags_to_repeat
+from harness.config import Settings
 from ranks import RANK, WORLD, gather, say
 
 # -----------------------------------------------------------------------------
@@ -119,8 +119,7 @@ def farewell(settings: Settings, evaluable: bool) -> None:
     peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""
     seconds = sum(row["seconds"] for row in metrics)
     say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}{changed}{peak}")
-    again = " ".join(["", *flags_to_repeat(vars(settings))])
-    evaluation = f"python evaluate.py {folder}{again}; " if evaluable else ""
+    evaluation = f"python evaluate.py {folder}; " if evaluable else ""
     say(f"next: {evaluation}python -m tools.report {folder}")
 
 

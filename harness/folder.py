@@ -59,7 +59,6 @@ from files import (
     read_log,
     write_json,
 )
-from harness.config import flags_to_repeat
 from ranks import RANK, say
 
 try:
@@ -305,8 +304,7 @@ class RunFolder:
         can't. then: Stopped.then.
         """
         begun = (self.path / "run.json").exists()
-        words = ["--out", str(self.path), *flags_to_repeat(self.run_json)]
-        return f"{then} {shlex.join(words)}" if then and begun else ""
+        return f"{then} --out {shlex.quote(str(self.path))}" if then and begun else ""
 
 
 def trim_log(path: Path, step: int) -> None:

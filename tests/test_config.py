@@ -181,19 +181,6 @@ def test_resume_needs_a_folder_and_no_second_source(flags):
         settings_of(*flags)
 
 
-@pytest.mark.parametrize("name", ["reward", "prompt_style"])
-def test_function_named_in_a_file_needs_its_flag(run, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\n\ndef f(*_):\n    return 1.0\n")
-    flag, folder = option(name), run(option(name), "evil:f")
-    for source in (["--resume", "--out", folder], ["--config", f"{folder}/run.json"]):
-        with pytest.raises(UserError, match=f"{flag} evil:f"):
-            settings_of(*source)
-        assert vars(settings_of(*source, flag, "evil:f"))[name] == "evil:f"
-    assert vars(settings_of("--config", f"{folder}/run.json", flag, "boxed"))[name] == "boxed"
-    assert not (tmp_path / "ran").exists()
-
-
 # -----------------------------------------------------------------------------
 # --resume and --adapter
 
@@ -240,12 +227,3 @@ def test_calibrated_run_uses_its_own_base(run):
     (folder / "base").mkdir()
     found = settings_of_run(folder)
     assert (found.model, found.out) == (f"{folder}/base", str(folder))
-
-
-def test_the_advice_repeats_the_flags_that_name_functions():
-    """What the end of a run prints after `python evaluate.py OUT` must be accepted there."""
-    held = {"reward": "mine:score", "prompt_style": "boxed", "steps": 3}
-    assert config.flags_to_repeat(held) == ["--reward", "mine:score"]
-    with pytest.raises(UserError, match="--reward mine:score"):
-        config.require_repeated(held, [], "run.json")
-    config.require_repeated(held, ["reward"], "run.json")

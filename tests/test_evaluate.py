@@ -278,15 +278,3 @@ def test_held_out_split_ignores_prompt_style_and_reward(flags, tmp_path, run):
     (tmp_path / "sums.jsonl").write_text("".join(lines))
     run_folder(tmp_path / "run", data=str(tmp_path / "sums.jsonl"), max_new_tokens=4, eval_problems=256)
     assert asked(run) == asked(run, *flags.split()) == ["sums-38", "sums-39", "sums-40"]
-
-
-def test_function_named_in_run_json_needs_its_flag(tmp_path, run):
-    Path("stolen.py").write_text("open('stolen.ran', 'w')\ndef f(*given):\n    return 1.0\n")
-    held = run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60)) / "run.json"
-    held.write_text(json.dumps(json.loads(held.read_text()) | {"reward": "stolen:f"}))
-    for more in ([], ["--data", "sums.jsonl"]):
-        with pytest.raises(SystemExit, match="run/run.json names a function, --reward stolen:f"):
-            asked(run, *more)
-    asked(run, "--data", "sums.jsonl", "--limit", 2, "--reward", "none")
-    assert not Path("stolen.ran").exists()
-    assert len(asked(run, "--reward", "stolen:f")) == 4 and Path("stolen.ran").exists()
