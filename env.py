@@ -12,7 +12,7 @@ Every program imports this file first:
     stdout is closed, as by `| head`                    nothing, code 1              (one_line);
                                                         while a run trains, one line
     SIGTERM, or SIGHUP from a closed terminal           one line on stderr, code 1   (one_line)
-    Ctrl-C, also while libraries are being imported     one line on stderr, code 130 (end_with_130);
+    Ctrl-C                                              one line on stderr, code 130 (the hook);
                                                         while a run trains, code 1
     a bug of ours                                       its traceback, code 1        (the hook)
 
@@ -72,9 +72,9 @@ def parser(usage: str, text: str) -> argparse.ArgumentParser:
 # -----------------------------------------------------------------------------
 # Ending
 
-# Signals that end a program. SIGINT is not here: inside one_line(), Python turns Ctrl-C into a
-# KeyboardInterrupt, and report_uncaught() prints its line. SIGHUP means that the terminal was
-# closed; under nohup it is ignored, and the program continues. Windows has no SIGHUP.
+# Signals that end a program. SIGINT is not here: Python turns Ctrl-C into a KeyboardInterrupt, and
+# report_uncaught() prints its line. SIGHUP means that the terminal was closed; under nohup it is
+# ignored, and the program continues. Windows has no SIGHUP.
 SIGNALS = [signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)
@@ -94,8 +94,6 @@ def one_line() -> Iterator[None]:
     # An unhandled signal would end Python on the spot and leave a half-written folder behind.
     for number in SIGNALS:
         signal.signal(number, stop_on_signal)
-    if signal.getsignal(signal.SIGINT) == end_with_130:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         # `--out "$RUN"` with RUN unset passes "", which is never intended.
         for flag, value in zip(sys.argv, [*sys.argv[1:], None]):
@@ -137,28 +135,17 @@ def end_at_once(code: int) -> NoReturn:
         os._exit(code)
 
 
-def end_with_130(*_: object) -> NoReturn:
-    """Ends the process with Ctrl-C's line on stderr. The handler of Ctrl-C until one_line()."""
-    print(f"\n{program()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
-    end_at_once(130)
-
-
 def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
     """The sys.excepthook: one line for Ctrl-C, a traceback for everything else."""
     if isinstance(error, KeyboardInterrupt):
-        end_with_130()
+        print(f"\n{program()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        end_at_once(130)
     sys.__excepthook__(kind, error, trace)
     if not alone():
         end_at_once(1)
 
 
 sys.excepthook = report_uncaught
-# While libraries are imported, a KeyboardInterrupt could get lost: each import ends in a weakref
-# callback, where Python ignores exceptions, and numpy and torch turn others into their own errors.
-# If torch is already imported, as in pytest, Ctrl-C is handled elsewhere. In a script's background
-# job, it is ignored.
-if "torch" not in sys.modules and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, end_with_130)
 
 
 # -----------------------------------------------------------------------------
