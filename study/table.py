@@ -1,8 +1,5 @@
 """
-Recompute the study's figures from results.csv, or draw its picture.
-
-    python study/table.py                    the figures
-    python study/table.py differences.svg    the picture
+Recompute the study's figures from results.csv: python study/table.py
 
 results.csv has one row per run: arm and seed, model, data, codes of the frozen
 weights ("trained": full fine-tuning), learning rate, noise (sigma), correction,
@@ -18,7 +15,6 @@ of its 95% interval for other seeds (same test problems, same 4-bit conversions)
 
 With few seeds, each seed's difference is printed too.
 """
-import argparse
 import csv
 import signal
 from collections import defaultdict
@@ -94,27 +90,6 @@ BOTH_MODELS = {
         ("math-calibrated-2e-4+math-planned-calibrated", "math-bf16-2e-4+math-planned-bf16")),
     "repaired - calibrated": (("planned-repaired", "planned-calibrated"),
                               ("math-planned-repaired", "math-planned-calibrated")),
-}
-# The picture's rows by heading: label, and the two arms whose difference it shows.
-ROWS = {
-    "NVFP4 minus bf16": (
-        ("0.5B, GSM8K, paper's recipe, 600 steps", ("paper-nvfp4-aqn", "paper-bf16")),
-        ("0.5B, GSM8K, 200 steps at 1e-4", ("default-0.5b", "default-bf16-0.5b")),
-        ("1.5B, GSM8K, 200 steps at 1e-4", ("default-1.5b", "default-bf16-1.5b")),
-        ("0.5B, GSM8K, 200 steps at 2e-4", ("default-2e-4-0.5b", "default-bf16-2e-4-0.5b")),
-        ("1.5B, GSM8K, 200 steps at 2e-4", ("default-2e-4-1.5b", "default-bf16-2e-4-1.5b")),
-        ("0.5B, GSM8K, 60 steps at 2e-4", ("planned-calibrated", "planned-bf16")),
-        ("1.5B, MATH, 60 steps at 2e-4", ("math-planned-calibrated", "math-planned-bf16")),
-        ("0.5B, GSM8K, NVFP4 at 1e-4, bf16 at 2e-4", ("rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16")),
-        ("1.5B, MATH, mean of 1e-4 and 2e-4", ("math-calibrated-1e-4 math-calibrated-2e-4",
-                                               "math-bf16-1e-4 math-bf16-2e-4"))),
-    "With noise minus without, 0.5B, GSM8K": (
-        ("1e-2, calibrated", ("planned-aqn", "planned-calibrated")),
-        ("5e-2, nearest, no correction", ("noise-uncorrected", "noise-none")),
-        ("5e-2, nearest, clip against none", ("noise-ppo", "noise-none"))),
-    "Repaired minus calibrated": (
-        ("0.5B, GSM8K", ("planned-repaired", "planned-calibrated")),
-        ("1.5B, MATH", ("math-planned-repaired", "math-planned-calibrated"))),
 }
 # 97.5% quantiles of Student's t by degrees of freedom f: linear in between, 1.96 + 2.5 / f from 15 on.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -215,54 +190,10 @@ def welch(left: dict[int, float], right: dict[int, float]) -> float:
     return t_quantile(freedom) * sum(parts)**0.5
 
 
-def picture(arms: dict) -> str:
-    """An SVG of ROWS: differences of sampled accuracy in points, with their intervals or as single seeds."""
-    def x(points):
-        return 580 + 32 * points
-
-    lines, y = [], 34
-    for heading, rows in ROWS.items():
-        lines.append(f'<text class="head" x="8" y="{y + 14}">{heading}</text>')
-        y += 24
-        for label, (a, b) in rows:
-            found = compare(arms, a, b, "sampled")
-            middle, each = found["mean"], found["differences"]
-            line, value = "", f"{middle:+.1f}"
-            if len(each) < FEW:
-                line = "".join(f'<circle class="one" cx="{x(one):.1f}" cy="{y + 9}" r="3.5"/>' for one in each)
-            else:
-                low, high = middle - found["paired"], middle + found["paired"]
-                line = f'<line class="width" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y + 9}" y2="{y + 9}"/>'
-                line += f'<circle cx="{x(middle):.1f}" cy="{y + 9}" r="4.5"/>'
-                value += f" ± {found['paired']:.1f}"
-            lines.append(f'<text x="24" y="{y + 14}">{label} <tspan class="seeds">({len(each)} seeds)</tspan></text>'
-                         f'{line}<text x="740" y="{y + 14}">{value}</text>')
-            y += 24
-        y += 6
-    grid = "".join(f'<line class="{"zero" if not at else "grid"}" x1="{x(at)}" x2="{x(at)}" y1="30" y2="{y}"/>'
-                   f'<text x="{x(at)}" y="{y + 16}" text-anchor="middle">{at:+d}</text>' for at in range(-6, 5, 2))
-    title = "Difference in sampled accuracy after training, in points, with 95% intervals; rings: single seeds"
-    style = ("<style>text{fill:#1f2328;font:13px system-ui,sans-serif}.head{font-weight:600}.seeds{fill:#656d76}"
-             ".grid{stroke:#d0d7de}.zero{stroke:#656d76}.width{stroke:#0969da;stroke-width:2.5}circle{fill:#0969da}"
-             ".one{fill:none;stroke:#0969da;stroke-width:1.5}"
-             "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.seeds{fill:#8d96a0}.grid{stroke:#30363d}"
-             ".zero{stroke:#8d96a0}.width,.one{stroke:#4493f8}circle{fill:#4493f8}.one{fill:none}}</style>")
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {y + 24}" width="820" height="{y + 24}" '
-            f'role="img" aria-label="{title}">{style}<text x="8" y="18">{title}</text>{grid}'
-            + "\n".join(lines) + "</svg>\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(usage="table.py [picture.svg]", description=__doc__.strip(),
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", nargs="?", type=Path, help="SVG file to draw instead")
-    out = parser.parse_args().picture
     if hasattr(signal, "SIGPIPE"):                       # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` ends the program without a traceback
     arms = read(Path(__file__).with_name("results.csv"))
-    if out:
-        out.write_text(picture(arms))
-        return
     print("right answers in percent, before -> after training, mean over seeds\n")
     for name, arm in arms.items():
         parts = []
