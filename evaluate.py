@@ -102,15 +102,15 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
     add("--limit", type=number(int, "[0, 2e9]"), metavar="N", help="only the first N problems; "
         "0: all (default: as many as the run held out, or all of --data)")
     add_flag(parser, "reward", None, "module:function, as in train.py, to report its mean too; "
-             "none: not the run's")
+             "none: ignore the run's")
     add("--samples", type=number(int, "[1, 1e5]"), default=1, metavar="N", help="answers per "
         "problem; above 1, --temperature defaults to 0.6 (default: 1)")
     add("--top-p", type=number(float, "(0, 1]"), default=0.95, metavar="X", help="nucleus "
         "sampling: probability mass to draw from; 1: all (default: 0.95)")
     add("--top-k", type=number(int, "[0, 2e9]"), default=0, metavar="N", help="number of most "
         "likely tokens to draw from; 0: all (default: 0)")
-    add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or less "
-             "if the model has too few positions)")
+    add_flag(parser, "max_new_tokens", None, "longest answer, in tokens (default: 4096, or what "
+             "fits the model's context)")
     add_flag(parser, "max_rows", 256, "maximum number of answers decoded at once (default: 256)")
     add("--out", metavar="FILE", help="new .jsonl file for every answer and its verdict")
     args, run = parse(parser, "boxed")
@@ -252,17 +252,17 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
     """Prints the figures, one per line, then everything as one JSON object unless stdout is a
     terminal.
 
-    A mean with its interval is a list in the JSON, and "25.0 % [11.2, 46.9]" in the lines.
+    A mean with its interval is a list in the JSON, and "25.0% [11.2, 46.9]" in the lines.
     """
     for name, value in figures.items():
         if isinstance(value, list):
             mean, low, high = (100 * share for share in value)
-            value = f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
+            value = f"{mean:.1f}% [{low:.1f}, {high:.1f}]"
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in value.items())
         elif isinstance(value, float):
             share = "@" in name or name in ("format", "truncated")
-            value = f"{100 * value:.1f} %" if share else f"{value:.4g}"
+            value = f"{100 * value:.1f}%" if share else f"{value:.4g}"
         print(f"{name:15} {value}")
     if not sys.stdout.isatty():
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -285,8 +285,9 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     log_ratio = policy - proximal                                           # (T,)
     log_weight = proximal - rollout                                         # (T,)
     if loss.sequence_level:
-        # Every token has its row's ratio but the gradient of its own log-prob; the weights already
-        # have the mean's 1 / length (2507.18071, section 4.3: GSPO-token).
+        # Each token takes its row's ratio as its value but backpropagates only through its own
+        # log-prob. The mean's 1 / length is already in the weights (2507.18071, section 4.3:
+        # GSPO-token).
         row_mean = row_means(log_ratio.detach(), row_of_token, len(advantages))
         log_ratio = row_mean + policy - policy.detach()
         log_weight = row_means(log_weight, row_of_token, len(advantages))

@@ -92,7 +92,7 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x. x must require a
-        gradient, because the backward pass also adds those of A and B to a.grad and b.grad.
+        gradient: otherwise autograd skips the backward pass, which also fills a.grad and b.grad.
 
         y = x @ W.T + (x @ A.T) @ (s * B).T, part by part.
         """

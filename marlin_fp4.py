@@ -462,7 +462,8 @@ def dequantize_kernel(
 #     rows BM .. 2 BM      A0  A1  A2   0   1   2   3   4
 #
 # A program of A walks as many tiles of K as a stripe has, but at most one part of K (parts_of_k).
-# Otherwise, if a stripe is longer than a band, one program would walk all of K and finish last.
+# Without this limit, a stripe longer than a band would leave all of K to one program, which would
+# finish last.
 
 def parts_of_k(M: int) -> int:
     """The minimum number of parts into which x @ A.T's programs cut K, with M rows of x."""
@@ -495,8 +496,8 @@ class StripePlan(NamedTuple):
 
 @cache
 def plan_stripes(N: int, K: int, M: int, R: int, config: tuple, multiprocessors: int) -> StripePlan:
-    """The plan with the shortest stripe whose programs all fit on the GPU at once: in one wave, or
-    in several if A's programs leave W less than half of that wave (a large R on a small GPU).
+    """The plan with the shortest stripe whose programs all fit on the GPU at once, in one wave.
+    More waves are allowed if A's programs would take over half of it (a large R on a small GPU).
 
     config: a PortableConfig or a HopperConfig.
     """

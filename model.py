@@ -27,8 +27,8 @@ multiply the result of the next linear instead. A bias is added after that:
 
 This way, a decode step's matmul doesn't have to wait for the sum over the row. The learner does the
 same because it must round where the sampler does: in the textbook form, every normed input would
-differ from the sampler's by a rounding. AQN's noise is added to w. 1/rms is called rstd, as in
-other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
+differ from the sampler's by one rounding step. AQN's noise is added to w. 1/rms is called rstd, as
+in other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 

@@ -1,19 +1,18 @@
 """
-The decorator that dispatches from plain torch to GPU kernels, matrix products with fp32 sums, and
-two operations with a hand-written backward pass, since autograd's would keep or move gigabytes
-more:
+Three things: the decorator that swaps plain torch for GPU kernels, matrix products with fp32 sums,
+and two operations with a hand-written backward pass, which saves gigabytes over autograd's:
 
     mlp              down(silu(gate) * up), with 16-bit gradients between its matmuls
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor of all logits
 
 Attention's backward pass is in attention.py, a linear's in lora.py.
 
-Twins. A function marked @twin_in_kernels is complete in plain torch; read that version, which a CPU
-runs. If its tensors are on a GPU, the function of the same name in fast/kernels.py runs instead and
-moves each number through memory once or twice rather than once per operation. Most are Triton
-kernels; attention is torch's FlashAttention. `import fast` registers them, which a program does
-only once it has chosen a GPU, so a machine without Triton never opens fast/. With --kernels torch
-it registers the plain functions instead, and a GPU runs what a CPU runs.
+Twins. A function marked @twin_in_kernels is complete in plain torch: this version is the reference,
+and it's what runs on a CPU. If its tensors are on a GPU, the function of the same name in
+fast/kernels.py runs instead and moves each number through memory once or twice rather than once per
+operation. Most are Triton kernels; attention is torch's FlashAttention. `import fast` registers
+them, which a program does only once it has chosen a GPU, so a machine without Triton never opens
+fast/. With --kernels torch it registers the plain functions instead.
 
 Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
 product; c rows of a chunk.

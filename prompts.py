@@ -277,8 +277,8 @@ def readable_problems(problems: list[Problem], source: str, reward: str | None) 
     unreadable = len(problems) - len(readable)
     if unreadable:
         example = next(p.answer for p in problems if not can_read(p.answer))
-        say(f"{source}: {counted(unreadable, 'problem')} skipped, as the grader can't read answers "
-            f"such as {example[:60]!r}")
+        say(f"{source}: {counted(unreadable, 'problem')} skipped because the grader can't read "
+            f"answers such as {example[:60]!r}")
     return readable
 
 

@@ -489,8 +489,8 @@ class DecodeBatch(NamedTuple):
     """The running rows as input to a window of decode steps: (n,) int64 tensors on the device.
 
     siblings: rows that share a prefix are neighbors, and a kernel may read the prefix once for up
-    to engine.most_siblings(n) of them. The first of these rows stores their number, the others 0.
-    Three rows that share a prefix, then one with a different prefix, are 3 0 0 1.
+    to engine.most_siblings(n) of them. The first of these rows holds their number, the others 0:
+    3 0 0 1 for three rows that share a prefix and one with a different prefix.
     """
     token: Tensor                                # the next input
     pos: Tensor                                  # its position

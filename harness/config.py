@@ -163,8 +163,7 @@ class Objective:
 @dataclass(frozen=True)
 class Optim:
     """optimizer"""
-    lr: float = setting(1e-4, "peak learning rate (paper: 1e-5); 2e-4 ended lower after 200 steps",
-                        "(0, 10]")
+    lr: float = setting(1e-4, "peak learning rate (paper: 1e-5)", "(0, 10]")
     lr_schedule: str = setting(
         "wsd", "learning rate after warm-up; wsd (warmup-stable-decay): constant, then linear to 0 "
         "over the last quarter; cosine: half a cosine to 0 (release)", choices=("cosine", "wsd"))
@@ -322,7 +321,8 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
         values |= shape_of(values["adapter"], given)
     for name in sorted(vars(Noise()).keys() & given.keys()):
         if given[name] and not values["sigma_start"] and not resume:
-            raise UserError(f"{option(name)} {given[name]}: --sigma-start is 0, so noise is off")
+            raise UserError(f"{option(name)} {given[name]} has no effect: noise is off, set "
+                            "--sigma-start")
     settings = Settings(**values | {"out": str(run_folder(values))})
     check_together(settings)
     return settings, file if resume else None

@@ -116,7 +116,7 @@ def farewell(settings: Settings, evaluable: bool) -> None:
     change = " -> ".join(f"{value:.3f}" for value in before + after[-1:])
     changed = f"; held-out {key[5:]} {change}" if change else ""
     reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
-    peak = f"; at most {reserved / 2**30:.1f} GiB of GPU memory" if reserved else ""
+    peak = f"; peak GPU memory {reserved / 2**30:.1f} GiB" if reserved else ""
     seconds = sum(row["seconds"] for row in metrics)
     say(f"{folder}: {counted(len(metrics), 'step')} in {duration(seconds)}{changed}{peak}")
     evaluation = f"python evaluate.py {folder}; " if evaluable else ""

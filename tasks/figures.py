@@ -79,7 +79,7 @@ def confidence_interval(values: list[float], samples: int = 1) -> list[float]:
     if spread:
         variance = sum((v - p) ** 2 for v in values) / n**2
         n = spread / max(variance, spread / (n * samples))
-    centre = p + Z * Z / (2 * n)
+    center = p + Z * Z / (2 * n)
     half = Z * math.sqrt(spread / n + (Z / (2 * n)) ** 2)
     scale = 1 + Z * Z / n
-    return [p, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
+    return [p, max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)]

@@ -4,7 +4,7 @@ Write an HTML page about runs: curves, settings, and every answer that the model
     python -m tools.report runs/x                writes runs/x/report.html
     python -m tools.report runs/x runs/y         compares two: writes runs/x/report-with-y.html
 
-The page is a single file that opens offline in any browser from 2023 on:
+The page is a single file that opens offline in any browser released since 2023:
 
     curves       from metrics.jsonl; click one to see the answers of that step
     flags        from run.json, where the runs differ
