@@ -57,9 +57,8 @@ class Update(NamedTuple):
 class AdamW:
     """AdamW (1711.05101) on the adapter's flat vector of parameters.
 
-    To try another optimizer, write a class with these four methods and assign it to
-    Learner.OPTIMIZER; checkpoints, --resume and the memory plan (harness/memory.py) use only
-    state_bytes() and tensors().
+    To try another optimizer, assign a subclass to Learner.OPTIMIZER; checkpoints, --resume and the
+    memory plan (harness/memory.py) use only state_bytes() and tensors().
     """
     MOMENTS = "exp_avg", "exp_avg_sq"            # as torch.optim names them
     BETAS = 0.9, 0.99                            # as in the authors' code (NVlabs/QeRL)

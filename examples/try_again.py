@@ -6,10 +6,11 @@ A two-turn conversation: a wrong answer gets "Try again.", and then only the sec
     The answer is \\boxed{24}.<|im_end|> | \\n<|im_start|>user\\nTry again.<|im_end|>\\n... | Step by ...
                sampled                                  the user                          sampled
 
-The user's turn has mask 0: the model reads it without being trained on it. Both answers get the
-second one's advantage. Other environments change `reply`, which sees the problem and the answer.
+The user's turn has mask 0: the model reads it without being trained on it. Both answers are trained
+on, with the second one's advantage. Other environments pass Conversation another `reply`.
 """
 import dataclasses
+from collections.abc import Callable
 
 import train
 from harness.setup import Run
@@ -28,29 +29,36 @@ def reply(problem: Problem, graded: dict) -> str | None:
 class Conversation:
     """The functions that sample and grade answers in two turns."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, reply: Callable = reply):
         self.tokenizer: Tokenizer = run.tokenizer
         self.grade_one = run.grade
+        self.reply = reply
 
     def sample(self, sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
                places: range | list) -> Rollouts:
-        """Like train.sample_answers. Each answer gets half of the tokens that the reply leaves."""
-        rest = sampling.max_new_tokens - len(self.tokenizer.user_turn("Try again."))
-        turn = sampling._replace(max_new_tokens=max(rest // 2, 1))
+        """Like train.sample_answers. The first answer gets half of the tokens, the second one the
+        rest; a conversation without room for a second answer ends with the first.
+        """
+        limit = sampling.max_new_tokens
         prompts = [problem.prompt for problem in problems]
-        first = sampler.generate(prompts, group_size, turn, places)
+        first = sampler.generate(prompts, group_size,
+                                 sampling._replace(max_new_tokens=max(limit // 2, 1)), places)
         rows = first.rows
         asked = {}                               # row number -> the row and the user's reply
         for i, graded in enumerate(self.grade_one(problems, rows)):
-            said = reply(problems[i // group_size], graded)
+            said = self.reply(problems[i // group_size], graded)
             if said is not None and rows[i].completion[-1] == self.tokenizer.stop:
-                asked[i] = rows[i].with_text(self.tokenizer.user_turn(said))
+                longer = rows[i].with_text(self.tokenizer.user_turn(said))
+                if len(longer.completion) < limit:
+                    asked[i] = longer
         if not asked:
             return first
         # A new seed, and a place per answer: a group's answers must not share random numbers.
         keys = [place * group_size + sample for place in places for sample in range(group_size)]
-        second = sampler.generate([row.prompt + row.completion for row in asked.values()], 1,
-                                  turn._replace(seed=sampling.seed + 1), [keys[i] for i in asked])
+        turn = sampling._replace(seed=sampling.seed + 1, max_new_tokens=[
+            limit - len(row.completion) for row in asked.values()])
+        second = sampler.generate([row.prompt + row.completion for row in asked.values()], 1, turn,
+                                  [keys[i] for i in asked])
         for (i, row), answer in zip(asked.items(), second.rows):
             rows[i] = row.continued(answer)
         return Rollouts(rows, first.seconds + second.seconds, first.computed + second.computed)

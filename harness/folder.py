@@ -174,7 +174,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 class RunFolder:
     """Everything that a run writes, on rank 0 only, and the copy of its last complete step.
 
-    live: name -> tensor that training changes; write_adapter(tensors, folder) writes PEFT's files.
+    live: name -> tensor that training changes; write_adapter(tensors, folder) writes the result.
     result: "adapter", or "model" if a full model is trained.
 
     copies: name -> host copy of a live tensor; counters: name -> number (or anything that JSON

@@ -208,8 +208,8 @@ def longer(runs, whole):
 # The parts of a step
 
 def test_learning_rate_by_hand():
-    cosine, wsd = (settings_of("--lr", "2", "--lr-schedule", name) for name in ("cosine", "wsd"))
-    for optim in (cosine, wsd):                                      # --warmup 0.1
+    cosine, wsd = (settings_of("--lr", "2", "--warmup", "0.1", "--lr-schedule", name) for name in ("cosine", "wsd"))
+    for optim in (cosine, wsd):
         assert [train_py.learning_rate(optim, x) for x in (0, 0.025, 0.05)] == pytest.approx([0, 0.5, 1])
     assert [train_py.learning_rate(cosine, x) for x in (0.1, 0.55, 0.775, 1)] == pytest.approx(
         [2, 1, 1 + math.cos(0.75 * math.pi), 0])
@@ -226,7 +226,7 @@ def some_update(ratio, grad_norm):
 
 
 def test_update_uses_learning_rate_at_its_middle():
-    optim = settings_of("--lr", "1", "--lr-schedule", "cosine")
+    optim = settings_of("--lr", "1", "--warmup", "0.1", "--lr-schedule", "cosine")
     rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]
     assert train_py.learning_rates(optim, 4, 10, 4) == pytest.approx(rates)
 
@@ -291,8 +291,8 @@ def record_sampler_calls():
 
 
 def test_seed_determines_noise_sampling_and_adapter(runs):
-    runs.run("seeded", *"--steps 3 --seed 7 --lr 1e-9 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01".split(),
-             fault=record_sampler_calls)
+    flags = "--steps 3 --seed 7 --lr 1e-9 --temperature 1 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01"
+    runs.run("seeded", *flags.split(), fault=record_sampler_calls)
     calls = [json.loads(line) for line in (runs.folder / "calls.jsonl").read_text().splitlines()]
     training, held_out = ([call for call in calls if call[0] == size] for size in (4, 1))
     assert [call[1:4] for call in training] == [[1.0, 7, places] for places in ([0, 1], [2, 3], [4, 5])]
