@@ -103,6 +103,9 @@ class ModelFolder:
     def __init__(self, name: str | Path):
         self.name = str(name) if Path(name).is_dir() else hub_id(str(name))
         self.path = resolve(self.name, weights=False)
+        if (self.path / "run.json").exists():
+            raise UserError(f"{self.path} is a run folder, not a model: merge the run into one with "
+                            "python -m tools.convert merge")
         self.config = read_config(self.path / "config.json")
 
     def download(self) -> None:

@@ -1,7 +1,7 @@
 """
 A custom prompt: two worked examples before each question, as earlier turns.
 
-    python train.py --data gsm8k --prompt-style my_prompt:few_shot
+    python train.py --model qwen2.5-7b --prompt-style my_prompt:few_shot
 
 The function gets a problem's fields, a dict with at least id, question and answer. It returns the
 user's turn as text or, as here, a conversation that ends with it.

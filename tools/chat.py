@@ -59,6 +59,8 @@ def printable(text: str) -> str:
 
 def talk(chat: Chat) -> None:
     """Answers each line of stdin until it ends."""
+    if not sys.stdin:
+        raise UserError("stdin is closed: ask with --question")
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):              # Windows has none; its terminal edits lines itself
