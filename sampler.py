@@ -62,7 +62,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -106,24 +106,20 @@ class Row:
     # log-probs.
     mask: Tensor | None = None
     graded: dict = field(default_factory=dict)   # its line in samples.jsonl (train.score)
+    place: int = 0                               # its own place in the run, for Sampler.extend()
 
     def __post_init__(self):
         if self.mask is None:
             self.mask = torch.ones(len(self.completion), dtype=torch.bool)
 
     def with_text(self, ids: list[int]) -> "Row":
-        """This row plus a tool's or a user's tokens, which weren't sampled. Its continuation is
-        sampled from prompt + completion.
+        """This row plus a tool's or a user's tokens, which weren't sampled. Sampler.extend()
+        continues it.
         """
         none = torch.zeros(len(ids))
-        return Row(self.prompt, self.completion + ids, torch.cat([self.logprobs, none]), False,
-                   torch.cat([self.mask, none.bool()]), self.graded)
-
-    def continued(self, turn: "Row") -> "Row":
-        """This row plus its next turn, whose prompt is this row's prompt + completion."""
-        return Row(self.prompt, self.completion + turn.completion,
-                   torch.cat([self.logprobs, turn.logprobs]), turn.finished,
-                   torch.cat([self.mask, turn.mask]), self.graded)
+        return replace(self, completion=self.completion + ids, finished=False,
+                       logprobs=torch.cat([self.logprobs, none]),
+                       mask=torch.cat([self.mask, none.bool()]))
 
 
 @dataclass
@@ -213,6 +209,22 @@ class Sampler:
         rows = [sequence.as_row() for sequence in sequences]
         return Rollouts(rows, time.perf_counter() - began, computed)
 
+    def extend(self, rows: list[Row], sampling: Sampling) -> Rollouts:
+        """Samples the next turn of rows that end with a tool's or a user's text (Row.with_text).
+
+        sampling.max_new_tokens limits the entire completion; the rows must have room left. Each row
+        gets random numbers of its own, other than those of its first turn.
+        """
+        limits = [sampling.max_new_tokens - len(row.completion) for row in rows]
+        turn = sampling._replace(seed=sampling.seed + 1, max_new_tokens=limits)
+        new = self.generate([row.prompt + row.completion for row in rows], 1, turn,
+                            [row.place for row in rows])
+        longer = [replace(row, completion=row.completion + more.completion, finished=more.finished,
+                          logprobs=torch.cat([row.logprobs, more.logprobs]),
+                          mask=torch.cat([row.mask, more.mask]))
+                  for row, more in zip(rows, new.rows)]
+        return replace(new, rows=longer)
+
     def _sequences(self, prompts, group_size, sampling, places):
         """One Sequence per answer; the Sequences of a group share one Prefix."""
         limits = sampling.max_new_tokens
@@ -234,7 +246,9 @@ class Sampler:
                     f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
                     f"max_length={self.max_length}")
                 key = row_key(sampling.seed, place, g)
-                sequences.append(Sequence(row, prompt, key, prefix, prompt[-1], pos, limit))
+                own_place = place * group_size + g
+                sequences.append(Sequence(row, prompt, key, own_place, prefix, prompt[-1], pos,
+                                          limit))
         return sequences
 
     def _admit(self, waiting, running):
@@ -431,6 +445,7 @@ class Sequence:
     row: int                                     # in Rollouts
     prompt: list[int]
     key: int                                     # of its randomness
+    place: int                                   # Row.place
     prefix: Prefix
     token: int                                   # the next input
     pos: int                                     # its position
@@ -447,7 +462,8 @@ class Sequence:
 
     def as_row(self) -> Row:
         """The finished answer, not yet graded."""
-        return Row(self.prompt, self.completion, torch.tensor(self.logprobs), self.finished)
+        return Row(self.prompt, self.completion, torch.tensor(self.logprobs), self.finished,
+                   place=self.place)
 
 
 def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:

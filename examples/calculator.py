@@ -63,10 +63,6 @@ class Turns:
         prompts = [problem.prompt for problem in problems]
         done = sampler.generate(prompts, group_size, turn, places)
         rows = done.rows
-        # Later turns have their own seed and a place for each answer. Each starts at a later
-        # position than the one before, so their random numbers differ too.
-        turn = turn._replace(seed=sampling.seed + 1)
-        keys = [place * group_size + sample for place in places for sample in range(group_size)]
         asking = [problem for problem in problems for _ in range(group_size)]    # one per row
         open_rows = range(len(rows))             # those that may continue after a call
         while calling := [i for i in open_rows if rows[i].completion[-1] in self.calls]:
@@ -74,12 +70,9 @@ class Turns:
             open_rows = [i for i in calling if len(longer[i].completion) < limit]
             if not open_rows:
                 break
-            asked = [longer[i] for i in open_rows]
-            turn = turn._replace(max_new_tokens=[limit - len(row.completion) for row in asked])
-            more = sampler.generate([row.prompt + row.completion for row in asked], 1, turn,
-                                    [keys[i] for i in open_rows])
-            for i, row, new in zip(open_rows, asked, more.rows):
-                rows[i] = row.continued(new)
+            more = sampler.extend([longer[i] for i in open_rows], turn)
+            for i, row in zip(open_rows, more.rows):
+                rows[i] = row
             done = Rollouts(rows, done.seconds + more.seconds, done.computed + more.computed)
         for row in rows:                         # a call without room for its result was cut off
             row.finished = row.completion[-1] in sampling.end_ids

@@ -53,14 +53,9 @@ class Conversation:
                     asked[i] = longer
         if not asked:
             return first
-        # A new seed, and a place per answer: a group's answers must not share random numbers.
-        keys = [place * group_size + sample for place in places for sample in range(group_size)]
-        turn = sampling._replace(seed=sampling.seed + 1, max_new_tokens=[
-            limit - len(row.completion) for row in asked.values()])
-        second = sampler.generate([row.prompt + row.completion for row in asked.values()], 1, turn,
-                                  [keys[i] for i in asked])
-        for (i, row), answer in zip(asked.items(), second.rows):
-            rows[i] = row.continued(answer)
+        second = sampler.extend(list(asked.values()), sampling)
+        for i, row in zip(asked, second.rows):
+            rows[i] = row
         return Rollouts(rows, first.seconds + second.seconds, first.computed + second.computed)
 
     def grade(self, problems: list, rows: list[Row]) -> list[dict]:
