@@ -98,9 +98,9 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
         of_group = [rows[i][length:-1] for i in group]
         suffixes.append([len(suffix) for suffix in of_group])
         for i, suffix in zip(group, of_group):
-            # The prompt's last token predicts the first completion token. The others are predicted
-            # by what follows: the rest of the prefix if that is the entire row, else the suffix.
-            # One of the two is always empty.
+            # The prompt's last token predicts the first completion token. Each later one is
+            # predicted by the token before it, which is in the prefix if that is the entire row,
+            # else in the suffix: one of these two ranges is empty.
             predictors += range(end - length + starts[i] - 1, end)
             predictors += range(len(tokens), len(tokens) + len(suffix))
             tokens += suffix

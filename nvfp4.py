@@ -90,7 +90,7 @@ def global_scale_for(*weights: Tensor) -> Tensor:
     if not math.isfinite(amax):
         raise UserError(f"a weight matrix contains {amax}, so it has no global scale")
     # amax / 2688 = mantissa * 2^exponent, mantissa in [.5, 1), so 2^exponent is the next power of
-    # two, unless the number is one itself (mantissa .5). Below 2^-126 a GPU may flush to 0.
+    # two, unless it's already a power of two (mantissa .5). Below 2^-126 a GPU may flush to 0.
     mantissa, exponent = math.frexp(amax / (6 * 448))
     exponent = max(exponent - (mantissa == 0.5), -126)
     return torch.tensor(2.0**exponent, device=weights[0].device)

@@ -38,8 +38,8 @@ A row's own tokens start a new kv_block, so shared kv_blocks are never written t
 - A decode step computes one new token for each running row. Rows that have ended leave the batch
   and waiting sequences take their places (continuous batching), so steps get cheaper when few rows
   are left.
-- The CPU reads the drawn tokens once per *window* of decode steps: 8 on a GPU, which must wait for
-  each read, and 1 on a CPU. A row that ends mid-window stays in the batch until the window is over.
+- The CPU reads the drawn tokens after every *window* of decode steps: 8 steps on a GPU, because
+  each read stalls it, and 1 on a CPU. A row that ends mid-window stays in the batch until the window is over.
   CUDA graphs exist only for some batch sizes, so a GPU's batch is padded to the next size.
   Rollouts.idle counts both.
 - A prefix keeps its kv_blocks until the last sequence of its group ends; a row gets its own as it

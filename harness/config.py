@@ -145,9 +145,10 @@ class Objective:
     clip_high: float | None = setting(None, "clip the ratio above 1 + X (default: the loss's own)",
                                       "(0, 1e9]")
     correction: str | None = setting(
-        None, "correction for noise and rounding in the rollout; truncate: importance weight "
-        "min(old / rollout, 2); ppo: clip policy / rollout (paper), harmful under strong noise; "
-        "off: none (release) (default: the loss's own, truncate)",
+        None, "correction for noise and rounding in the rollout; truncate: multiply by the "
+        "importance weight min(old / rollout, 2); ppo: clip policy / rollout, as in the paper, "
+        "which hurts under strong noise; off: no correction, as in the release (default: the "
+        "loss's own, truncate)",
         choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("none", "divisor of the advantages; group: standard deviation "
                                    "of the group's rewards (paper); none: 1 (Dr. GRPO)",

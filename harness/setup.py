@@ -204,7 +204,8 @@ def limits_at_start(earlier: dict | None, limits: memory.Limits) -> memory.Limit
     if --memory-gib has a new value.
     """
     # They decide which answers are decoded together and in which order gradients are summed, and
-    # thus the last digits. A new measurement may differ, as only the first start calibrates.
+    # thus the last digits. Measuring again could give another plan, as only the first start
+    # calibrates, which leaves memory in a different state.
     if earlier is None or limits.memory_gib not in (None, earlier["memory_plan"]["memory_gib"]):
         return None
     return memory.Limits(**earlier["memory_plan"])._replace(memory_gib=limits.memory_gib)
