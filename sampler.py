@@ -39,9 +39,9 @@ A row's own tokens start a new kv_block, so shared kv_blocks are never written t
   and waiting sequences take their places (continuous batching), so steps get cheaper when few rows
   are left.
 - The CPU reads the drawn tokens after every *window* of decode steps: 8 steps on a GPU, because
-  each read stalls it, and 1 on a CPU. A row that ends mid-window stays in the batch until the window is over.
-  CUDA graphs exist only for some batch sizes, so a GPU's batch is padded to the next size.
-  Rollouts.idle counts both.
+  each read stalls it, and 1 on a CPU. A row that ends mid-window stays in the batch until the
+  window is over. CUDA graphs exist only for some batch sizes, so a GPU's batch is padded to the
+  next size. Rollouts.idle counts both.
 - A prefix keeps its kv_blocks until the last sequence of its group ends; a row gets its own as it
   grows. When the pool runs dry, prefixes used only by waiting sequences are freed first and
   prefilled again later. Then the newest row is preempted: it gives up its kv_blocks and waits, and

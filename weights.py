@@ -104,8 +104,8 @@ class ModelFolder:
         self.name = str(name) if Path(name).is_dir() else hub_id(str(name))
         self.path = resolve(self.name, weights=False)
         if (self.path / "run.json").exists():
-            raise UserError(f"{self.path} is a run folder, not a model: merge the run into one with "
-                            "python -m tools.convert merge")
+            raise UserError(f"{self.path} is a run folder, not a model: python -m tools.convert "
+                            "merge makes one")
         self.config = read_config(self.path / "config.json")
 
     def download(self) -> None:
