@@ -64,9 +64,8 @@ def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespa
                                                                 Settings | None]:
     """-> the flags; the settings of the run on the command line, or None.
 
-    A run's settings become the defaults of the flags that exist here too. But a function that its
-    run.json names may be someone else's code, so its flag must be repeated: UserError otherwise.
-    style: the default of --prompt-style without a run.
+    A run's settings become the defaults of the flags that exist here too. style: the default of
+    --prompt-style without a run.
     """
     args = parser.parse_args()
     if WORLD > 1:
