@@ -152,11 +152,11 @@ def claim(folder: Path, resume: bool) -> None:
             pass
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
-        advice = f"choose another folder, or --resume --out {folder}"
-        if "run.json" not in found:
-            advice = "choose another folder"
+        advice = "choose another folder"
+        if "run.json" in found:
+            advice += f", or --resume --out {folder}"
         if found == ["base"]:                    # a run's setup failed after calibration
-            advice = f"choose another folder, with --model {folder / 'base'}, which is calibrated"
+            advice += f", with --model {folder / 'base'}, which is calibrated"
         if all(name.startswith(".base.") for name in found):     # files.new_folder's
             advice = "a run was killed there while calibrating: empty it or choose another folder"
         raise UserError(f"--out {folder} is not empty (it contains {found[0]}); {advice}")
