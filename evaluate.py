@@ -179,8 +179,8 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         trained_on, problems = split_problems(run, Tokenizer(tokenizer.folder, run.thinking))
         before = read_json(Path(args.run) / "run.json").get("problems_sha256")
         if before != digest_of(trained_on + problems):
-            raise UserError(f"{args.data} no longer has the problems or prompts that {args.run} "
-                            "was trained on: choose problems with --data")
+            raise UserError(f"{args.run} was trained on other problems or prompts than those of "
+                            f"{args.data}: choose problems with --data")
     problems = readable_problems(problems, args.data, args.reward)[:args.limit or None]
     if not problems:
         raise UserError(f"{args.data}: has no problem whose answer the grader can read")

@@ -110,4 +110,4 @@ def test_wrong_input_is_named(flags, names, run_folder, tmp_path, monkeypatch, c
     Path("stolen/run.json").write_text(json.dumps(held | {"prompt_style": "evil:f"}))
     error = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
     error = capsys.readouterr().err.splitlines()[-1] if error == 2 else error
-    assert error.startswith("python -m tools.chat: ") and all(name in error for name in names) and "\n" not in error, error
+    assert error.startswith("python -m tools.chat: ") and all(name in error for name in names) and "\n" not in error

@@ -164,7 +164,7 @@ def test_prompt_style_sets_system_message_and_user_turn(style, system, user):
     bare, chat = encode_prompts(tokenizer, [Problem("1", "How many?", "1"),
                                             Problem("2", "How many?", "1", system="S")], style)
     assert bare.prompt == prompt_of(tokenizer, user, system)
-    assert chat.prompt == prompt_of(tokenizer, user, "S" + (f"\n\n{system}" if system else ""))     # its own comes first
+    assert chat.prompt == prompt_of(tokenizer, user, "S" + (f"\n\n{system}" if system else ""))
 
 
 def test_example_prompt_function_makes_a_conversation(monkeypatch):

@@ -483,6 +483,18 @@ def test_preempted_row_takes_the_blocks_of_a_waiting_prefix():
     assert windows[3:6] == [[0, 2, 3, 4], [0, 2], [0, 3]] and sampler.preempted == 3
 
 
+def test_later_turns_have_the_next_seed_and_a_place_per_answer():
+    sampler = Sampler(HashModel(), 100, 8, engine=HashEngine)
+    first = sampler.generate([[3, 4], [5]], 3, Sampling(10, ENDS, seed=6), places=[7, 9]).rows
+    rows = sampler.extend([row.with_text([8, 9]) for row in first], Sampling(16, ENDS, seed=6)).rows
+    for b, (row, before) in enumerate(zip(rows, first)):
+        context = before.completion + [8, 9]
+        more = plain_completion(row.prompt + context, row_key(7, 3 * [7, 9][b // 3] + b % 3, 0), 16 - len(context))
+        assert row.completion == context + more and row.finished == (more[-1] in ENDS)
+        assert row.mask.tolist() == [True] * len(before.completion) + [False] * 2 + [True] * len(more)
+        assert row.logprobs.tolist() == before.logprobs.tolist() + [0] * 2 + [float(token) for token in more]
+
+
 def test_rollouts_add_and_mask_tool_tokens():
     a = Rollouts([Row([1], [2], torch.zeros(1), True), Row([1], [3, 4], torch.zeros(2), False)], 1.0, 6)
     b = Rollouts([Row([9], [8, 7, 6], torch.ones(3), True, torch.tensor([True, False, True]))], 3.0, 4)

@@ -232,7 +232,7 @@ for name, part in [("all A", slice(n)), ("all B", slice(n, None))]:
 
 # %% 9. The same problem again
 # The update has moved the policy away from the old one, so in a second pass over the same answers
-# (--epochs 2) the ratio is no longer 1.
+# (--epochs 2) the ratio differs from 1.
 policy = learner_logprobs()
 
 title("9. The same problem again")
