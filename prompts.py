@@ -21,8 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerFile
 
 from files import UserError, counted, first_line, read_json, read_text, short_repr
+from grader.answers import can_read
 from ranks import say
-from tasks.answers import can_read
 from tasks.plugin import call_users, load_function
 from tasks.problems import Problem, has_test_split, load_problems
 

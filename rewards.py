@@ -1,6 +1,6 @@
 r"""
 Rewards from text: finds the answer in a completion, compares it with the data set's gold answer
-(tasks/answers.py), and scores the format. There is no judge model.
+(grader/answers.py), and scores the format. There is no judge model.
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
@@ -22,8 +22,8 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from tasks.answers import DOUBT, FUNCTIONS, clean, is_equal
-from tasks.boxes import last_box
+from grader.answers import DOUBT, FUNCTIONS, clean, is_equal
+from grader.boxes import last_box
 
 MAX_TAIL = 20_000      # tags and markers count only in the last characters, boxes anywhere
 

@@ -20,8 +20,8 @@ import huggingface_hub
 from huggingface_hub import constants
 
 from files import UserError, read_rows, short_repr
+from grader.boxes import last_box
 from tasks.arithmetic import arithmetic
-from tasks.boxes import last_box
 
 
 @dataclass(frozen=True)

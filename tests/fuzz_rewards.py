@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from grader.answers import can_read, is_equal
 from rewards import grade
-from tasks.answers import can_read, is_equal
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 LIMIT = 0.1                                                # seconds, times slowness()

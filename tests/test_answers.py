@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from grader.answers import MAX_WORK, can_read, is_equal
 from rewards import extract
-from tasks.answers import MAX_WORK, can_read, is_equal
 
 GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 

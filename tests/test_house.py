@@ -20,7 +20,7 @@ import ops
 ROOT = Path(__file__).parent.parent
 # The layers: a module may import its own row and the rows above it. Any other module belongs to METHOD, or, if it has
 # an `if __name__ == "__main__"`, is a program, which may import everything.
-ROWS = [["env", "files", "ranks"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"],
+ROWS = [["env", "files", "ranks"], ["grader"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"],
         ["train", "evaluate"], ["tools", "study"]]
 
 
@@ -70,7 +70,7 @@ def dependencies(name, late=True):
 
 
 def row_of(name):
-    otherwise = len(ROWS) if name in PROGRAMS else 2
+    otherwise = len(ROWS) if name in PROGRAMS else 3
     return next((i for i, row in enumerate(ROWS) if name.split(".")[0] in row), otherwise)
 
 

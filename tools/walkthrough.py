@@ -139,7 +139,7 @@ for b in (4, 5):
     print("  " + ", ".join(f"{text_of([token])!r} {p:.1%}" for token, p in drawn))
 
 # %% 5. Their rewards
-# rewards.py finds the answer in the text, and answers.py decides whether it's the known one.
+# rewards.py finds the answer in the text, and grader/answers.py decides whether it's the known one.
 graded = rewards.grade_rows(tokenizer, [problem], rollouts.rows)
 reward = torch.tensor([row["task"] for row in graded])
 

@@ -8,7 +8,7 @@ it parses, once per point. Each section of this file is one step:
 
     1. clean-up     "$\dfrac{1}{2}$ cm."   ->  r"\frac{1}{2}" and the unit {"cm"}
     2. numbers      the variables' values at a point, and arithmetic with them
-                    (in 100 digits, by tasks/decimals.py)
+                    (in 100 digits, by grader/decimals.py)
     3. reader       r"\frac{1}{2}"         ->  a Reading, here Number(0.5)
     4. comparison   two Readings           ->  True or False
 
@@ -40,7 +40,7 @@ from functools import lru_cache
 from typing import NamedTuple, Union
 from zlib import crc32
 
-from tasks.decimals import INFINITY, ONE, PI, E, I, Number, apply_function, mp, settle, unknown
+from grader.decimals import INFINITY, ONE, PI, E, I, Number, apply_function, mp, settle, unknown
 
 MAX_ANSWER = 6_000     # characters; a longer answer equals only itself
 MAX_WORK = 4_000       # per is_equal, in units of about 5 us: reading an operand costs three
