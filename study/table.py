@@ -14,6 +14,11 @@ of its 95% interval for other seeds (same test problems, same 4-bit conversions)
               their means
 
 With few seeds, each seed's difference is printed too.
+
+comparisons.csv has what the page compares, arm a with arm b. Arms separated by a
+space are averaged, seed by seed; arms joined by + have the same setting and
+different seeds; arm@2-6 means its seeds 2 to 6. With a second pair of arms, the
+differences of both models are averaged.
 """
 import csv
 import signal
@@ -21,76 +26,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev, variance
 
+FOLDER = Path(__file__).parent
 FEW = 5
-# What the page compares: (what, arm A, arm B). Arms separated by a space are averaged, seed by seed; arms joined by +
-# have the same setting and different seeds; arm@2-6 means its seeds 2 to 6.
-COMPARISONS = (
-    ("calibrated - bf16, both at 2e-4", "planned-calibrated", "planned-bf16"),
-    ("calibrated - bf16, both at 2e-4, with the seeds before", "planned-calibrated+rate-calibrated-2e-4",
-     "planned-bf16+rate-bf16-2e-4"),
-    ("repaired - calibrated", "planned-repaired", "planned-calibrated"),
-    ("AQN 1e-2 - none, calibrated", "planned-aqn", "planned-calibrated"),
-    ("full at 3e-6 - at 1e-5, bf16", "full-3e-6", "full-1e-5"),
-    ("LoRA at 2e-4 - full at 3e-6, bf16", "planned-bf16", "full-3e-6"),
-    ("LoRA at 2e-4 - full at 1e-5, bf16", "planned-bf16", "full-1e-5"),
-    ("calibrated LoRA at 2e-4 - full at 1e-5", "planned-calibrated", "full-1e-5"),
-    ("calibrated at 1e-4 - all bf16 at 2e-4", "rate-calibrated-1e-4", "rate-bf16-2e-4+planned-bf16"),
-    ("MATH, 1.5B: calibrated - bf16, mean of 1e-4 and 2e-4",
-     "math-calibrated-1e-4 math-calibrated-2e-4", "math-bf16-1e-4 math-bf16-2e-4"),
-    ("MATH, 1.5B: calibrated at 1e-4 - bf16 at 2e-4", "math-calibrated-1e-4", "math-bf16-2e-4"),
-    ("MATH, 1.5B: calibrated - bf16, both at 2e-4", "math-calibrated-2e-4", "math-bf16-2e-4"),
-    ("MATH, 1.5B: calibrated - bf16, planned seeds", "math-planned-calibrated", "math-planned-bf16"),
-    ("MATH, 1.5B: the same with the seeds before", "math-calibrated-2e-4+math-planned-calibrated",
-     "math-bf16-2e-4+math-planned-bf16"),
-    ("MATH, 1.5B: repaired - calibrated", "math-planned-repaired", "math-planned-calibrated"),
-    ("MATH, 1.5B: calibrated - bf16, both at 1e-4", "math-calibrated-1e-4", "math-bf16-1e-4"),
-    ("MATH, 1.5B: calibrated, 2e-4 - 1e-4", "math-calibrated-2e-4", "math-calibrated-1e-4"),
-    ("MATH, 1.5B: bf16, 2e-4 - 1e-4", "math-bf16-2e-4", "math-bf16-1e-4"),
-    ("bf16, 2e-4 - 1e-4", "rate-bf16-2e-4", "rate-bf16-1e-4"),
-    ("calibrated, 2e-4 - 1e-4", "rate-calibrated-2e-4", "rate-calibrated-1e-4"),
-    ("calibrated - bf16, both at 1e-4", "rate-calibrated-1e-4", "rate-bf16-1e-4"),
-    ("calibrated - nearest, 1e-4", "rate-calibrated-1e-4", "noise-none"),
-    ("200 steps, calibrated - bf16, both at 1e-4", "default-0.5b", "default-bf16-0.5b"),
-    ("200 steps, calibrated - bf16, both at 1e-4, 1.5B", "default-1.5b", "default-bf16-1.5b"),
-    ("200 steps, calibrated, 2e-4 - 1e-4", "default-2e-4-0.5b", "default-0.5b"),
-    ("200 steps, calibrated, 2e-4 - 1e-4, 1.5B", "default-2e-4-1.5b", "default-1.5b"),
-    ("200 steps, calibrated, 2e-4 - 1e-4, same code", "default-2e-4-0.5b", "default-0.5b@2-3"),
-    ("200 steps, calibrated, 2e-4 - 1e-4, same code, 1.5B", "default-2e-4-1.5b", "default-1.5b@2-3"),
-    ("200 steps, bf16, 2e-4 - 1e-4", "default-bf16-2e-4-0.5b", "default-bf16-0.5b"),
-    ("200 steps, bf16, 2e-4 - 1e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-bf16-1.5b"),
-    ("200 steps, bf16 at 2e-4 - calibrated at 1e-4", "default-bf16-2e-4-0.5b", "default-0.5b"),
-    ("200 steps, bf16 at 2e-4 - calibrated at 1e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-1.5b"),
-    ("paper's recipe, 600 steps: NVFP4 with AQN - bf16 without", "paper-nvfp4-aqn", "paper-bf16"),
-    ("200 steps, bf16 - calibrated, both at 2e-4", "default-bf16-2e-4-0.5b", "default-2e-4-0.5b"),
-    ("200 steps, bf16 - calibrated, both at 2e-4, 1.5B", "default-bf16-2e-4-1.5b", "default-2e-4-1.5b"),
-    ("sigma 5e-2, release's loss - none", "noise-uncorrected", "noise-none"),
-    ("sigma 5e-2, release's loss - none, seeds 7 to 12", "noise-uncorrected@7-12", "noise-none"),
-    ("calibrated at 1e-4 - all bf16 at 2e-4, seeds 2 to 6", "rate-calibrated-1e-4@2-6", "rate-bf16-2e-4"),
-    ("bf16 at 2e-4, earlier - later seeds", "rate-bf16-2e-4", "planned-bf16"),
-    ("calibrated at 1e-4 - later seeds of bf16 at 2e-4", "rate-calibrated-1e-4", "planned-bf16"),
-    ("sigma 5e-2, default correction - none", "noise-truncate", "noise-none"),
-    ("sigma 5e-2, paper's clip - none", "noise-ppo", "noise-none"),
-    ("sigma 5e-2, paper's clip - default correction", "noise-ppo", "noise-truncate"),
-    ("sigma 5e-2: noise resampled per answer - per step", "noise-draws", "noise-uncorrected"),
-    ("advantages undivided - divided, 1.5B", "recipe-undivided", "recipe-divided"),
-    ("nearest - bf16, 1e-4", "nearest", "bf16"),
-    ("MXFP4 - bf16, 1e-4", "mxfp4", "bf16"),
-    ("NF4 - NVFP4 searched, 1e-4", "nf4", "search"),
-    ("MXFP4 - NVFP4 searched, 1e-4", "mxfp4", "search"),
-)
-# Comparisons averaged over the 0.5B and the 1.5B.
-BOTH_MODELS = {
-    "200 steps, calibrated - bf16, both at 1e-4": (("default-0.5b", "default-bf16-0.5b"),
-                                                   ("default-1.5b", "default-bf16-1.5b")),
-
-    "calibrated - bf16, both at 2e-4": (("planned-calibrated", "planned-bf16"),
-                                        ("math-planned-calibrated", "math-planned-bf16")),
-    "the same with MATH's seeds before": (
-        ("planned-calibrated", "planned-bf16"),
-        ("math-calibrated-2e-4+math-planned-calibrated", "math-bf16-2e-4+math-planned-bf16")),
-    "repaired - calibrated": (("planned-repaired", "planned-calibrated"),
-                              ("math-planned-repaired", "math-planned-calibrated")),
-}
 # 97.5% quantiles of Student's t by degrees of freedom f: linear in between, 1.96 + 2.5 / f from 15 on.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -193,7 +130,9 @@ def welch(left: dict[int, float], right: dict[int, float]) -> float:
 def main() -> None:
     if hasattr(signal, "SIGPIPE"):                       # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` ends the program without a traceback
-    arms = read(Path(__file__).with_name("results.csv"))
+    arms = read(FOLDER / "results.csv")
+    with open(FOLDER / "comparisons.csv", newline="") as file:
+        comparisons = list(csv.DictReader(file))
     print("right answers in percent, before -> after training, mean over seeds\n")
     for name, arm in arms.items():
         parts = []
@@ -210,22 +149,22 @@ def main() -> None:
         print(f"{name:24} {row['model']} {row['data']:5} {row['codes']:10} lr {row['lr']} sigma {row['sigma']:10} "
               f"{steps:>3} steps, {len(arm):2} seeds: {', '.join(parts)}")
     print("\ndifferences in points after training\n")
-    for what, a, b in COMPARISONS:
-        for kind in ("sampled", "greedy", "gain", "greedy gain"):
-            found = compare(arms, a, b, kind)
+    for row in comparisons:
+        for kind in ("sampled", "greedy", "gain", "greedy gain") if not row["second_a"] else ():
+            found = compare(arms, row["a"], row["b"], kind)
             if found:
-                print(f"{what:56} {kind:11} {line_of(found)}")
+                print(f"{row['comparison']:56} {kind:11} {line_of(found)}")
     print()
-    for what, comparisons in BOTH_MODELS.items():
-        for kind in ("sampled", "greedy", "gain"):
-            found = [compare(arms, a, b, kind) for a, b in comparisons]
+    for row in comparisons:
+        for kind in ("sampled", "greedy", "gain") if row["second_a"] else ():
+            found = [compare(arms, row["a"], row["b"], kind), compare(arms, row["second_a"], row["second_b"], kind)]
             if not all(found):
                 continue
             if min(len(one["differences"]) for one in found) < FEW:
                 line = f"{mean(one['mean'] for one in found):+.2f}, mean of the two"
             else:
                 line = "{:+.2f}, by inverse variance {:.2f}".format(*over_both(found))
-            print(f"{what + ', both models':56} {kind:11} {line}")
+            print(f"{row['comparison'] + ', both models':56} {kind:11} {line}")
 
 
 if __name__ == "__main__":
