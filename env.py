@@ -8,15 +8,12 @@ Every program imports this file first:
 
     with env.one_line(): ...
 
-    wrong flag, file or folder; too little memory       one line on stderr, code 1   (one_line)
-    stdout is closed, as by `| head`                    nothing, code 1              (one_line);
-                                                        while a run trains, one line
-    SIGTERM, or SIGHUP from a closed terminal           one line on stderr, code 1   (one_line)
-    Ctrl-C                                              one line on stderr, code 130 (the hook);
-                                                        while a run trains, code 1
-    a bug of ours                                       its traceback, code 1        (the hook)
+    wrong flag, file or folder; too little memory;      one line on stderr, code 1
+    Ctrl-C, SIGTERM, SIGHUP from a closed terminal
+    stdout is closed, as by `| head`                    nothing, code 1
+    a bug of ours                                       its traceback, code 1
 
-For how a training run saves its last step on the way out, see harness/folder.py (ending_with).
+While a run trains, one_line(save) also saves its last step, and the line says so.
 """
 import argparse
 import os
@@ -27,13 +24,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from files import CONTINUE, Stopped, UserError, first_line
+from files import CONTINUE, FIX_AND_CONTINUE, Stopped, UserError, first_line
 
 # -----------------------------------------------------------------------------
 # Settings that torch reads once, when it is imported or when CUDA starts
@@ -72,12 +70,13 @@ def parser(usage: str, text: str) -> argparse.ArgumentParser:
 # -----------------------------------------------------------------------------
 # Ending
 
-# Signals that end a program. SIGINT is not here: Python turns Ctrl-C into a KeyboardInterrupt, and
-# report_uncaught() prints its line. SIGHUP means that the terminal was closed; under nohup it is
-# ignored, and the program continues. Windows has no SIGHUP.
-SIGNALS = [signal.SIGTERM]
+# Signals that end a program: Ctrl-C, a cluster's or torchrun's SIGTERM, and SIGHUP from a closed
+# terminal. Under nohup SIGHUP is ignored, and the program continues. Windows has no SIGHUP.
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)
+ALONE = os.environ.get("WORLD_SIZE", "1") == "1"           # this process is the only rank
+RANK = os.environ.get("RANK", "0")
 
 
 def stop_on_signal(number: int, frame: object = None) -> None:
@@ -86,10 +85,14 @@ def stop_on_signal(number: int, frame: object = None) -> None:
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
-    """A context in which errors that the user can fix end the program with one line and code 1:
-    UserError, Stopped, OSError (a missing file, a full disk) and too little memory. Any other
-    exception is a bug of ours and keeps its traceback.
+def one_line(save: Callable[[str], str] | None = None) -> Iterator[None]:
+    """A context in which everything but a bug ends the program with one line and code 1:
+
+        train.py: stopped by SIGTERM; step 7 is saved; continue with --resume --out runs/x
+
+    save(then) is called before the end, even after a bug, and returns the second half; `then` is
+    Stopped.then. Rank 0 prints the line. Other ranks print one only for an error that may be theirs
+    alone, such as one in --reward, because rank 0 sees only that a rank was lost.
     """
     # An unhandled signal would end Python on the spot and leave a half-written folder behind.
     for number in SIGNALS:
@@ -100,52 +103,49 @@ def one_line() -> Iterator[None]:
             if value == "" or re.fullmatch("--[a-z-]+=", flag):
                 raise UserError(f"{flag}: the value is empty")
         yield
-    except BrokenPipeError:
-        end_at_once(1)
-    except (UserError, Stopped, OSError) as error:
-        end_with(f"{program()}: {first_line(error)}")
-    except (RuntimeError, MemoryError) as error:
-        # torch raises a plain RuntimeError when host memory is full, and a subclass of it when GPU
-        # memory is. Both say "allocate".
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):
-            raise
-        end_with(f"{program()}: not enough memory: {first_line(error)}")
+    except BaseException as error:
+        if not save and isinstance(error, BrokenPipeError):
+            end_at_once()
+        then = getattr(error, "then", FIX_AND_CONTINUE)
+        saved = ""
+        if save:
+            # torchrun repeats its SIGTERM. From here on, only SIGKILL can interrupt the save;
+            # torchrun sends it after 30 seconds.
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            saved = save(then)
+        why = reason(error)
+        who = program() if RANK == "0" else f"{program()}: rank {RANK}"
+        line = f"{who}: {'; '.join(filter(None, (why, saved)))}"
+        if why and ALONE:
+            sys.exit(line)
+        if RANK == "0" and (why or saved) or why and then == FIX_AND_CONTINUE:
+            print(line, file=sys.stderr, flush=True)
+        if not why:
+            if ALONE or isinstance(error, SystemExit):
+                raise
+            traceback.print_exc()
+        end_at_once()
 
 
-def end_with(line: str) -> NoReturn:
-    """Ends the program with a line on stderr and code 1."""
-    if alone():
-        sys.exit(line)
-    print(line, file=sys.stderr, flush=True)
-    end_at_once(1)
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line; "" for a bug of ours."""
+    # torch raises a plain RuntimeError when host memory is full, and a subclass of it when GPU
+    # memory is. Both say "allocate".
+    is_memory = isinstance(error, RuntimeError) and "allocate" in str(error)
+    if is_memory or isinstance(error, MemoryError):
+        return f"not enough memory: {first_line(error)}"
+    return first_line(error) if isinstance(error, (UserError, Stopped, OSError)) else ""
 
 
-def alone() -> bool:
-    """Whether this process is the only rank."""
-    return os.environ.get("WORLD_SIZE", "1") == "1"
-
-
-def end_at_once(code: int) -> NoReturn:
-    """Ends the process without Python's normal exit."""
+def end_at_once() -> NoReturn:
+    """Ends the process with code 1, without Python's normal exit."""
     # A normal exit destroys the process group, which makes NCCL wait for all ranks, and library
     # threads print tracebacks.
     try:
         sys.stdout.flush()
     finally:
-        os._exit(code)
-
-
-def report_uncaught(kind: type, error: BaseException, trace: object) -> None:
-    """The sys.excepthook: one line for Ctrl-C, a traceback for everything else."""
-    if isinstance(error, KeyboardInterrupt):
-        print(f"\n{program()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
-        end_at_once(130)
-    sys.__excepthook__(kind, error, trace)
-    if not alone():
-        end_at_once(1)
-
-
-sys.excepthook = report_uncaught
+        os._exit(1)
 
 
 # -----------------------------------------------------------------------------

@@ -8,15 +8,10 @@ Measure the accuracy of a model or a run, using training's sampler and grader.
 Answers are greedy by default; --samples N draws N per problem, for pass@k.
 docs/metrics.md defines the figures. If stdout is a file or a pipe, the last
 line is a JSON object with all of them.
-
---out gets each problem as it finishes. If you interrupt the program, accuracy
-in that file is too high, because short answers finish first and are right more
-often.
 """
 import argparse
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import env  # isort: skip; its settings come before torch
@@ -27,13 +22,13 @@ from tqdm import tqdm
 import lora
 import model as qwen
 import rewards
-from files import UserError, append_lines, counted, json_line, read_json, write_atomically
+from files import UserError, counted, json_line, read_json, write_atomically
 from harness import config, memory
 from harness.config import Settings, add_flag, number
 from harness.setup import choose_device, configure_cpu
 from prompts import Tokenizer, digest_of, encode_prompts, readable_problems, split_problems
 from ranks import WORLD, say
-from sampler import Sampler, Sampling, Sequence
+from sampler import Sampler, Sampling
 from tasks import plugin
 from tasks.figures import evaluation_figures, sampler_entropy
 from tasks.problems import has_test_split, load_problems
@@ -193,43 +188,19 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
 
 def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
            reward: plugin.Reward | None) -> list[dict]:
-    """-> the rows of all answers, in the order of the problems. A problem's rows go to --out once
-    its last answer is finished.
-    """
-    waiting = defaultdict(list)                  # problem -> its answers so far
-    done = {}                                    # problem -> its rows
-    tokens = 0
-
-    def grade(problem, answers: list[Sequence]) -> list[dict]:
-        rows = rewards.grade_rows(tokenizer, [problem], [one.as_row() for one in answers],
-                                  args.prompt_style, reward)
-        return [row | {"sample": sample} for sample, row in enumerate(rows)]
-
-    def progress(made: int, sequences: list[Sequence]) -> None:
-        nonlocal tokens
-        tokens += made
-        rate = tokens / (time.perf_counter() - began)
-        bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-        ended = [sequence for sequence in sequences if sequence.ended]
-        bar.update(len(ended))
-        for sequence in ended:
-            i = sequence.row // args.samples
-            waiting[i].append(sequence)
-            if len(waiting[i]) == args.samples:
-                done[i] = grade(problems[i], sorted(waiting.pop(i), key=lambda one: one.row))
-                if args.out:
-                    append_lines(Path(args.out), done[i])
-
+    """-> the graded rows of all answers, in the order of the problems."""
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
                         args.top_p, args.seed)
     prompts = [problem.prompt for problem in problems]
-    began = time.perf_counter()
-    # miniters=0: tokens/s is redrawn even while no answer ends. disable=None: no bar in a file.
-    with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, miniters=0,
-              dynamic_ncols=True, disable=None) as bar:
-        sampler.generate(prompts, args.samples, sampling, progress=progress)
-    rows = [row for i in sorted(done) for row in done[i]]
-    if args.out:                                 # until now in the order in which they ended
+    # disable=None: no bar in a file.
+    with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, dynamic_ncols=True,
+              disable=None) as bar:
+        answers = sampler.generate(
+            prompts, args.samples, sampling,
+            progress=lambda _, sequences: bar.update(sum(one.ended for one in sequences)))
+    rows = rewards.grade_rows(tokenizer, problems, answers.rows, args.prompt_style, reward)
+    rows = [row | {"sample": i % args.samples} for i, row in enumerate(rows)]
+    if args.out:
         write_atomically(args.out, "".join(map(json_line, rows)).encode())
     return rows
 

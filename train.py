@@ -43,7 +43,7 @@ import grpo
 from files import counted
 from harness import console
 from harness.config import Optim, Settings, read_settings
-from harness.folder import ending_with, signals_wait
+from harness.folder import signals_wait
 from harness.setup import Progress, Run, begin, prepare
 from learner import Batch, Update
 from ranks import gather, say, share
@@ -280,8 +280,7 @@ def main(arguments: list[str] | None = None,
         run, sample = prepare(settings, earlier), sample_answers
         if change:
             run, sample = change(run)
-    # If training ends early, the last complete step is saved first.
-    with ending_with(run.folder.save, run.folder.advice):
+    with env.one_line(run.folder.end):           # saves the last complete step first
         train(run, sample)
         console.farewell(settings, evaluable=change is None)
     return run

@@ -49,16 +49,7 @@ import torch
 from safetensors import SafetensorError
 
 import env
-from files import (
-    FIX_AND_CONTINUE,
-    Stopped,
-    UserError,
-    append_lines,
-    first_line,
-    new_folder,
-    read_log,
-    write_json,
-)
+from files import Stopped, UserError, append_lines, first_line, new_folder, read_log, write_json
 from ranks import RANK, say
 
 try:
@@ -66,52 +57,11 @@ try:
 except ImportError:                              # Windows has no such locks
     fcntl = None
 
-# While training, Ctrl-C saves the last step, like the other signals.
-STOP_SIGNALS = [*env.SIGNALS, signal.SIGINT]
-
 Tensors = dict[str, torch.Tensor]
 
 
 # -----------------------------------------------------------------------------
-# How a run ends
-
-@contextmanager
-def ending_with(save: Callable[[], str], advice: Callable[[str], str]) -> Iterator[None]:
-    """A context that calls save() before anything ends the program early.
-
-    save() returns part of the message, such as "step 7 is saved". advice(then) says how to continue
-    the run, if possible; `then` is Stopped.then. A bug keeps its traceback, after a line with
-    these two. Any other end prints one line and exits with code 1:
-
-        train.py: stopped by SIGTERM; step 7 is saved; continue with --resume --out runs/x
-
-    Rank 0 prints it. Other ranks print a line only for an error that may be theirs alone, such as
-    one in --reward, because rank 0 sees only that a rank was lost.
-    """
-    for number in STOP_SIGNALS:
-        signal.signal(number, env.stop_on_signal)
-    try:
-        yield
-    except BaseException as error:
-        # torchrun repeats its SIGTERM. From here on, only SIGKILL can interrupt the save; torchrun
-        # sends it after 30 seconds.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        try:
-            saved = save()
-        except OSError as failure:
-            saved = f"the last step can't be saved ({failure}); earlier checkpoints are intact"
-        then = getattr(error, "then", FIX_AND_CONTINUE)
-        result = "; ".join(filter(None, (saved, advice(then))))
-        if not isinstance(error, (Stopped, UserError, OSError, torch.OutOfMemoryError)):
-            say(result)
-            raise
-        if RANK == 0:
-            env.end_with(f"{env.program()}: {first_line(error)}; {result}")
-        if then == FIX_AND_CONTINUE:
-            env.end_with(f"{env.program()}: rank {RANK}: {first_line(error)}")
-        env.end_at_once(1)
-
+# Signals
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
@@ -121,11 +71,11 @@ def signals_wait() -> Iterator[None]:
     between two of these would save step 7 with the log lines of step 8.
     """
     arrived = []
-    before = [signal.signal(number, lambda n, _: arrived.append(n)) for number in STOP_SIGNALS]
+    before = [signal.signal(number, lambda n, _: arrived.append(n)) for number in env.SIGNALS]
     try:
         yield
     finally:
-        for number, handler in zip(STOP_SIGNALS, before):
+        for number, handler in zip(env.SIGNALS, before):
             signal.signal(number, handler)
     if arrived:
         env.stop_on_signal(arrived[0])
@@ -300,12 +250,16 @@ class RunFolder:
         if RANK == 0:
             write_json(self.path / "run.json", self.run_json)
 
-    def advice(self, then: str) -> str:
-        """-> how the run can continue, as the last part of the message with which it ends; "" if it
-        can't. then: Stopped.then.
+    def end(self, then: str) -> str:
+        """Saves the last complete step -> the end of the message with which the run ends: which
+        step is saved, and how the run can continue, if it can. then: Stopped.then.
         """
+        try:
+            saved = self.save()
+        except OSError as failure:
+            saved = f"the last step can't be saved ({failure}); earlier checkpoints are intact"
         begun = (self.path / "run.json").exists()
-        return f"{then} --out {shlex.quote(str(self.path))}" if then and begun else ""
+        return f"{saved}; {then} --out {shlex.quote(str(self.path))}" if then and begun else saved
 
 
 def trim_log(path: Path, step: int) -> None:

@@ -25,7 +25,8 @@ from tiny_qwen2 import SHAPES, config_json, random_tensors, write_folder
 
 # `nohup pytest` ignores SIGHUP, and `pytest &` in a shell script ignores SIGINT. The programs that tests start would
 # inherit this and ignore the signals that tests send. An empty handler protects pytest as well and is not inherited.
-for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+SIGNALS = signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)
+for number in SIGNALS:
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
@@ -79,12 +80,13 @@ def fake_gpu(monkeypatch):
     return see
 
 
-@pytest.fixture
-def ctrl_c_interrupts():
-    """SIGINT raises KeyboardInterrupt in this process, even if pytest was started with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.fixture(autouse=True)
+def handlers():
+    """Restores the signal handlers that a program sets when it runs in this process."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)                        # unknown to `pytest -n 0 -p no:xdist`

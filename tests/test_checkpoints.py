@@ -13,18 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from env import one_line
 from files import Stopped, UserError
 from harness import folder as folder_py
-from harness.folder import RunFolder, claim, ending_with, trim_log
-
-
-@pytest.fixture
-def handlers():
-    """Restores this process's signal handlers after the test."""
-    before = {number: signal.getsignal(number) for number in folder_py.STOP_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+from harness.folder import RunFolder, claim, trim_log
 
 
 def some_live():
@@ -207,23 +199,23 @@ def test_killed_calibration_is_named_and_kept(tmp_path):
 # How a run ends
 
 
-def test_out_of_memory_is_one_line_and_saves_step(handlers):
+def test_out_of_memory_is_one_line_and_saves_step():
     """test_train.py ends runs by signals, full disks, a reward's error and wrong input."""
     with pytest.raises(SystemExit) as stop:
-        with ending_with(lambda: "step 7 is saved", str):
-            raise torch.OutOfMemoryError("no room\nsecond line")
+        with one_line(lambda then: "step 7 is saved"):
+            raise torch.OutOfMemoryError("tried to allocate 9 bytes\nsecond line")
     assert "step 7 is saved" in stop.value.code and "\n" not in stop.value.code
 
 
-def test_bug_keeps_traceback_and_saves_step(handlers, capsys):
+def test_bug_keeps_traceback_and_saves_step(capsys):
     with pytest.raises(ZeroDivisionError):
-        with ending_with(lambda: "step 7 is saved", str):
+        with one_line(lambda then: "step 7 is saved"):
             1 / 0
-    assert "step 7 is saved" in capsys.readouterr().out
+    assert "step 7 is saved" in capsys.readouterr().err
 
 
-def test_second_signal_does_not_interrupt_save(handlers):
-    def save():
+def test_second_signal_does_not_interrupt_save():
+    def save(then):
         os.kill(os.getpid(), signal.SIGTERM)                              # torchrun sends it twice
         os.kill(os.getpid(), signal.SIGINT)
         saves.append("whole")
@@ -231,7 +223,7 @@ def test_second_signal_does_not_interrupt_save(handlers):
 
     saves = []
     with pytest.raises(SystemExit):
-        with ending_with(save, str):
+        with one_line(save):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()
     assert saves == ["whole"]

@@ -162,22 +162,7 @@ def test_several_ranks_are_rejected(run, monkeypatch):
 
 
 # -----------------------------------------------------------------------------
-# --out, and Ctrl-C
-
-def test_ctrl_c_keeps_finished_rows(run, monkeypatch):
-    score, scored = evaluate.rewards.grade_rows, []
-
-    def interrupt(*given):
-        if len(scored) == 3:
-            raise KeyboardInterrupt
-        scored.append(given[1][0].id)
-        return score(*given)
-
-    monkeypatch.setattr(evaluate.rewards, "grade_rows", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(*BASIC, "--limit", 8, "--samples", 2, "--temperature", 1, "--out", "a.jsonl")
-    assert [row["id"] for row in read("a.jsonl")] == [one for one in scored for _ in range(2)]
-
+# --reward
 
 def test_nan_reward_becomes_null(run):
     Path("odd.py").write_text("def nan(completion, problem):\n    return float('nan')\n"

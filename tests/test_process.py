@@ -37,24 +37,19 @@ def run_here(folder, monkeypatch, program, *flags):
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def test_ctrl_c_is_one_line_and_130(tmp_path):
-    code = "import signal, env\nwith env.one_line():\n  signal.raise_signal(signal.SIGINT)"
-    assert run(cwd=tmp_path, code=code) == (130, "\n-c: stopped by Ctrl-C\n")
-
-
-def test_ctrl_c_during_model_load_leaves_no_file(tmp_path, monkeypatch, ctrl_c_interrupts):
+def test_ctrl_c_during_model_load_is_one_line_and_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(model, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
-    with pytest.raises(KeyboardInterrupt):                                # env.report_uncaught prints the line
+    with pytest.raises(SystemExit, match="^evaluate.py: stopped by SIGINT$"):
         run_here(tmp_path, monkeypatch, "evaluate.py", "--model", TINY, "--data", "sums.jsonl", "--device", "cpu",
                  "--out", "x.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]
 
 
-@pytest.mark.parametrize("number,end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_signal_in_convert_leaves_no_partial_folder(tiny, tmp_path, monkeypatch, ctrl_c_interrupts, number, end):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_in_convert_leaves_no_partial_folder(tiny, tmp_path, monkeypatch, number):
     monkeypatch.setattr(weights, "write_json", lambda *_: signal.raise_signal(number))         # after the weights
-    with pytest.raises(end):
+    with pytest.raises(SystemExit):
         run_here(tmp_path, monkeypatch, "tools/convert.py", "nvfp4", str(tiny["tied"].folder), "out")
     assert not list(tmp_path.iterdir())
 
@@ -151,6 +146,6 @@ def test_bug_keeps_traceback(bug):
 
 def test_bug_on_a_rank_exits_at_once_after_traceback(tmp_path):
     """A normal exit would wait for the other ranks."""
-    code = "import atexit, env\natexit.register(print, 'normal exit')\nprint('before')\n1 / 0"
+    code = "import atexit, env\natexit.register(print, 'normal exit')\nprint('before')\nwith env.one_line():\n    1 / 0"
     status, output = run(cwd=tmp_path, code=code, WORLD_SIZE="2")
     assert status == 1 and "ZeroDivisionError" in output and "before" in output and "normal" not in output

@@ -49,7 +49,7 @@ def test_failed_collective_means_a_lost_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_interrupts_a_blocking_wait(number, ctrl_c_interrupts):
+def test_signal_interrupts_a_blocking_wait(number):
     def stop(*_):
         raise Stopped("asked to")
 

@@ -690,7 +690,7 @@ def test_rank_that_cannot_start_ends_the_others(runs):
     runs.run_ranks("lame", code=1, fault=rank_1_finds_a_broken_file)
     assert not any("Traceback" in runs.log("lame", rank) for rank in (0, 1))
     assert "another rank was lost" in runs.log("lame")
-    assert runs.log("lame", 1).splitlines()[-1] == "train.py: folder/adapter.bin: bad"
+    assert runs.log("lame", 1).splitlines()[-1] == "train.py: rank 1: folder/adapter.bin: bad"
 
 
 def test_waiting_rank_exits_on_sigterm(runs):
