@@ -24,7 +24,7 @@ import model as qwen
 import rewards
 from files import UserError, counted, json_line, read_json, write_atomically
 from harness import config, memory
-from harness.config import Settings, add_flag, number
+from harness.config import add_flag, number
 from harness.setup import choose_device, configure_cpu
 from prompts import Tokenizer, digest_of, encode_prompts, readable_problems, split_problems
 from ranks import WORLD, say
@@ -37,59 +37,53 @@ from weights import ModelFolder, read_peft_config, tell_other_conditions, traini
 # -----------------------------------------------------------------------------
 # Flags
 
-def add_model_flags(parser: argparse.ArgumentParser, style: str) -> None:
-    """Adds the model and sampling flags of evaluate.py and tools.chat. style: the default of
-    --prompt-style.
+def model_parser(text: str, style: str) -> argparse.ArgumentParser:
+    """The parser of evaluate.py and tools.chat, with the flags that both have. text: its --help;
+    style: the default of --prompt-style.
     """
+    parser = env.parser("[run] [flags]", text)
     add = parser.add_argument
     add("run", nargs="?", help="run folder; its settings become the defaults")
     add_flag(parser, "model", None, "folder, Hugging Face id, or a name such as qwen2.5-7b")
     add("--adapter", help="PEFT folder, such as runs/x/adapter; none: the model alone")
     add_flag(parser, "base", None, "format of the linear layers (default: nvfp4; bf16 for a folder "
              "from tools.convert merge)")
-    add_flag(parser, "prompt_style", None, f"as in train.py (default: {style})")
+    add_flag(parser, "prompt_style", style, f"as in train.py (default: {style})")
     add("--temperature", type=number(float, "[0, 1000]"), metavar="X",
         help="0: greedy (default: 0)")
     for name, default in dict(thinking="off", device=None, kernels=None, memory_gib=None).items():
         add_flag(parser, name, default)
     add_flag(parser, "seed", 0, "random seed for sampling (default: 0)")
+    return parser
 
 
-def parse(parser: argparse.ArgumentParser, style: str) -> tuple[argparse.Namespace,
-                                                                Settings | None]:
-    """-> the flags; the settings of the run on the command line, or None.
-
-    A run's settings become the defaults of the flags that exist here too. style: the default of
-    --prompt-style without a run.
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """-> the flags; `run` is the run's Settings, which are the defaults of the flags that exist
+    here too, or None.
     """
     args = parser.parse_args()
     if WORLD > 1:
         raise UserError(f"runs as one process, not as {WORLD} ranks: start it without torchrun")
-    run = None
     if args.run:
         if not Path(args.run, "run.json").exists():
             raise UserError(f"{args.run} is not a run folder: it has no run.json; for a model, use "
                             f"--model {args.run}")
         run = config.settings_of_run(args.run)
+        names = "model", "base", "thinking", "kernels", "max_new_tokens", "prompt_style", "reward"
         # A run that trained all weights has no adapter.
         adapter = str(Path(args.run) / "adapter") if run.train == "lora" else None
-        parser.set_defaults(model=run.model, base=run.base, thinking=run.thinking,
-                            adapter=adapter, kernels=run.kernels,
-                            max_new_tokens=run.max_new_tokens, prompt_style=run.prompt_style,
-                            reward=run.reward)
-        args = parser.parse_args()
+        parser.set_defaults(adapter=adapter, **{name: getattr(run, name) for name in names})
+        args = argparse.Namespace(**vars(parser.parse_args()) | {"run": run})
     if args.model is None:
         raise UserError("give a run folder or --model")
-    args.prompt_style = args.prompt_style or style
     if args.adapter == "none":
         args.adapter = None
-    return args, run
+    return args
 
 
-def read_flags() -> tuple[argparse.Namespace, Settings | None]:
+def read_flags() -> argparse.Namespace:
     """The command line. UserError for anything that can be rejected before loading."""
-    parser = env.parser("[run] [flags]", __doc__)
-    add_model_flags(parser, "boxed")
+    parser = model_parser(__doc__, "boxed")
     add = parser.add_argument
     add_flag(parser, "data", None, "as in train.py, but uses the test split (default: the problems "
              "that the run held out)")
@@ -107,10 +101,10 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
              "fits the model's context)")
     add_flag(parser, "max_rows", 256, "maximum number of answers decoded at once (default: 256)")
     add("--out", metavar="FILE", help="new .jsonl file for every answer and its verdict")
-    args, run = parse(parser, "boxed")
+    args = parse(parser)
     if args.reward == "none":
         args.reward = None
-    if not (args.data or run):
+    if not (args.data or args.run):
         raise UserError("give a run folder or --data")
     if args.temperature is None:
         args.temperature = 0.0 if args.samples == 1 else 0.6         # 0.6: as in the paper
@@ -122,7 +116,7 @@ def read_flags() -> tuple[argparse.Namespace, Settings | None]:
         if Path(args.out).exists():
             raise UserError(f"--out {args.out} already exists: give a new file")
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    return args, run
+    return args
 
 
 # -----------------------------------------------------------------------------
@@ -156,7 +150,7 @@ def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFold
     return model
 
 
-def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Tokenizer) -> list:
+def problems_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list:
     """The problems, with prompts: those of --data, or those that the run held out; with --limit,
     the test split of the run's data if it has one. Sets args.data to where they come from.
 
@@ -164,6 +158,7 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
     training. UserError if none is left, or if the run's data has changed, since what is now the end
     of a file may be what the run was trained on.
     """
+    run = args.run
     if not args.data and args.limit is not None and (run.eval_data or has_test_split(run.data)):
         args.data = run.eval_data or run.data
     if args.data:
@@ -172,9 +167,9 @@ def problems_of(args: argparse.Namespace, run: Settings | None, tokenizer: Token
         args.data = run.eval_data or run.data
         # With the run's --thinking, which affects which prompts were too long for it.
         trained_on, problems = split_problems(run, Tokenizer(tokenizer.folder, run.thinking))
-        before = read_json(Path(args.run) / "run.json").get("problems_sha256")
+        before = read_json(Path(run.out) / "run.json").get("problems_sha256")
         if before != digest_of(trained_on + problems):
-            raise UserError(f"{args.run} was trained on other problems or prompts than those of "
+            raise UserError(f"{run.out} was trained on other problems or prompts than those of "
                             f"{args.data}: choose problems with --data")
     problems = readable_problems(problems, args.data, args.reward)[:args.limit or None]
     if not problems:
@@ -218,9 +213,9 @@ def figures_of(args: argparse.Namespace, rows: list[dict]) -> dict:
                       "tokens": sum(row["length"] for row in rows)}
 
 
-def print_result(figures: dict, flags: dict, device: torch.device) -> None:
-    """Prints the figures, one per line, then everything as one JSON object unless stdout is a
-    terminal.
+def print_result(args: argparse.Namespace, figures: dict, device: torch.device) -> None:
+    """Prints the figures, one per line, then flags and figures as one JSON object unless stdout is
+    a terminal.
 
     A mean with its interval is a list in the JSON, and "25.0% [11.2, 46.9]" in the lines.
     """
@@ -236,15 +231,16 @@ def print_result(figures: dict, flags: dict, device: torch.device) -> None:
         print(f"{name:15} {value}")
     if not sys.stdout.isatty():
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        flags = vars(args) | {"run": args.run and args.run.out}
         print(json_line({**flags, **figures, **env.provenance(hardware)}), end="")
 
 
 def main() -> None:
     with env.one_line():
-        args, run = read_flags()
+        args = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
         device, folder, tokenizer = open_model(args)
-        problems = problems_of(args, run, tokenizer)
+        problems = problems_of(args, tokenizer)
         longest = max(len(problem.prompt) for problem in problems)
         if args.max_new_tokens is None:
             args.max_new_tokens = max(1, min(4096, folder.max_positions - longest))
@@ -257,7 +253,7 @@ def main() -> None:
         seconds = time.perf_counter() - before
         figures = figures_of(args, rows) | {"seconds_sample": seconds}
         figures["tokens_per_s"] = figures["tokens"] / seconds
-        print_result(figures, vars(args), device)
+        print_result(args, figures, device)
 
 
 if __name__ == "__main__":

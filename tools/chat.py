@@ -13,7 +13,7 @@ from contextlib import redirect_stdout, suppress
 
 import env  # isort: skip; its settings come before torch
 
-from evaluate import add_model_flags, load_model, open_model, parse
+from evaluate import load_model, model_parser, open_model, parse
 from files import UserError, first_line
 from harness.config import add_flag
 from prompts import prompt_function
@@ -80,12 +80,11 @@ def talk(chat: Chat) -> None:
 
 
 def main() -> None:
-    parser = env.parser("[run] [flags]", __doc__)
-    add_model_flags(parser, "plain")
+    parser = model_parser(__doc__, "plain")
     parser.add_argument("--question", help="answer this question and quit")
     add_flag(parser, "max_new_tokens", 1024, "longest answer, in tokens (default: 1024)")
     with env.one_line():
-        args, _ = parse(parser, "plain")
+        args = parse(parser)
         with redirect_stdout(sys.stderr):        # only answers go to stdout
             device, folder, tokenizer = open_model(args)
             model = load_model(args, device, folder, tokenizer)
