@@ -160,7 +160,11 @@ FAMILIES = "Qwen2ForCausalLM", "Qwen3ForCausalLM"                # Qwen2 is Qwen
 # absent, the first value applies.
 COMPUTED = {"hidden_act": ["silu"], "use_sliding_window": [False], "rope_scaling": [None, {}],
             "partial_rotary_factor": [1], "layer_types": ["full_attention"],
-            "rope_type": ["default"]}
+            "rope_type": ["default"], "type": ["default"], "tie_word_embeddings": [False, True]}
+# Numbers that a model needs, and those that it may have.
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "vocab_size")
+OPTIONAL_SIZES = "head_dim", "max_position_embeddings"
 
 
 def read_config(path: Path) -> dict:
@@ -168,20 +172,36 @@ def read_config(path: Path) -> dict:
     UserError unless model.py implements this model.
     """
     config = read_json(path)
-    rope = config.get("rope_parameters") or {}
-    if config.get("rope_theta") is None:
-        config["rope_theta"] = rope.get("rope_theta")
     if config.get("architectures") not in [[name] for name in FAMILIES]:
         raise UserError(f"{path}: architectures is {short_repr(config.get('architectures'))}, "
                         f"expected one of {', '.join(FAMILIES)}")
-    flat = config | {"rope_type": rope.get("rope_type", "default")}
+    rope = config.get("rope_parameters") or {}
+    for key, value in rope.items():              # programs disagree about which of two they take
+        if config.get(key) not in (None, value):
+            raise UserError(f"{path}: {key} is {short_repr(config[key])}, but {short_repr(value)} "
+                            "in rope_parameters")
+    flat = config | rope
     for key, allowed in COMPUTED.items():
         values = allowed[0] if flat.get(key) is None else flat[key]
         for value in values if isinstance(values, list) else [values]:       # of each layer
             if value not in allowed:
                 raise UserError(f"{path}: {key} is {short_repr(value)}, only "
                                 f"{' or '.join(map(repr, allowed))} is implemented")
-    return config
+    for key in (*SIZES, *(key for key in OPTIONAL_SIZES if config.get(key) is not None)):
+        positive(config, key, path)
+    positive(config, "rms_norm_eps", path, float)
+    return config | {"rope_theta": positive(flat, "rope_theta", path, float)}
+
+
+def positive(values: dict, key: str, path: Path, kind: type = int, most: float = 1e12) -> float:
+    """values[key], a number above 0 and up to `most`: whole, or with kind float any. UserError,
+    naming the file that the values are from, if it isn't one.
+    """
+    value = values.get(key)
+    if type(value) not in (int, kind) or not 0 < value <= most:
+        raise UserError(f"{path}: {key} is {short_repr(value)}, expected "
+                        f"{'an integer' if kind is int else 'a number'} in (0, {most:g}]")
+    return value
 
 
 # -----------------------------------------------------------------------------
