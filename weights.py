@@ -551,10 +551,12 @@ def read_peft_config(folder: str | Path) -> AdapterShape:
         if value and key not in OTHERS and value not in PLAIN.get(key, []):
             raise UserError(f"{path}: {key} is {short_repr(value)}: only plain LoRA adapters can "
                             "be read")
-    targets = {*config.get("target_modules", ())}
-    if not {"r", "lora_alpha"} <= config.keys() or targets != {*TARGETS}:
-        raise UserError(f"{path}: needs r, lora_alpha and, as target_modules, {', '.join(TARGETS)}")
-    return AdapterShape(config["r"], float(config["lora_alpha"]))
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or sorted(map(str, targets)) != sorted(TARGETS):
+        raise UserError(f"{path}: target_modules is {short_repr(targets)}, expected the list "
+                        f"{', '.join(TARGETS)}")
+    return AdapterShape(positive(config, "r", path, most=65536),
+                        float(positive(config, "lora_alpha", path, float, 1e9)))
 
 
 def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]]:
