@@ -208,7 +208,10 @@ def positive(values: dict, key: str, path: Path, kind: type = int, most: float =
 # Weights in
 
 def open_tensors(path: Path) -> safe_open:
-    """Opens a safetensors file. UserError if it is cut off, OSError if it is missing."""
+    """Opens a safetensors file. UserError if it is missing or cut off."""
+    if not path.exists():
+        pickled = "; .bin files aren't read" if any(path.parent.glob("*.bin")) else ""
+        raise UserError(f"{path}: is missing{pickled}")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:             # also if the header and the file's size disagree
@@ -225,19 +228,34 @@ class Shards:
     """A folder's tensors, from model.safetensors or from the files that
     model.safetensors.index.json names. names: tensor name -> file.
 
-    Checks every file's header right away: UserError if one is cut off, OSError if it is missing.
+    Checks every file's header right away. UserError if one is missing or cut off, or if a tensor
+    could be read from two files, or if index and files disagree.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         index = self.folder / "model.safetensors.index.json"
-        files = ["model.safetensors"]
+        files = {"model.safetensors"}
         if index.exists():
-            files = read_json(index)["weight_map"].values()
-        # Whatever an index says, only files in its own folder are read.
-        paths = sorted({self.folder / Path(file).name for file in files})
-        self.names = {name: path for path in paths for name in open_tensors(path).keys()}
-        self.stamps = {path: stamp(path) for path in paths}
+            mapped = read_json(index).get("weight_map")
+            if not isinstance(mapped, dict) or not all(isinstance(f, str) for f in mapped.values()):
+                raise UserError(f"{index}: weight_map is {short_repr(mapped)}, expected an object "
+                                "that names each tensor's file")
+            # Whatever an index says, only files in its own folder are read.
+            mapped = {name: Path(file).name for name, file in mapped.items()}
+            files = {*mapped.values()}
+        held = [(name, file) for file in sorted(files)
+                for name in open_tensors(self.folder / file).keys()]
+        if index.exists() and {*held} != {*mapped.items()}:
+            name, file = min({*held} ^ {*mapped.items()})
+            raise UserError(f"{index}: index and files disagree whether {file} has {name}")
+        others = {path.name for name in ("model.safetensors", "model-*-of-*.safetensors")
+                  for path in self.folder.glob(name)} - files
+        if others:
+            raise UserError(f"{self.folder}: contains two saves of a model; {min(others)} is from "
+                            "one of them: remove the older")
+        self.names = {name: self.folder / file for name, file in held}
+        self.stamps = {path: stamp(path) for path in self.names.values()}
         self.unread = set(self.names)
 
     def _file_with(self, name):
