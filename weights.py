@@ -318,7 +318,15 @@ class WeightReader(Shards):
             say(f"{self.folder}: {short_repr(self.config['calibration'], 160)}")
 
     def refuse_unread(self) -> None:
-        """UserError if the layers, which have all been made, left a tensor unread."""
+        """UserError if the layers, which have all been made, left a tensor unread, or if a tied
+        head is stored too and differs from the embedding.
+        """
+        embed, head = "model.embed_tokens.weight", "lm_head.weight"
+        if self.config.get("tie_word_embeddings") and head in self.names:
+            self.check(head, self.get(embed).shape)
+            if not (self.get(embed) == self.get(head)).all():
+                raise UserError(f"{self.folder}: {head} differs from {embed}, but config.json says "
+                                "that they are tied (tie_word_embeddings)")
         unread = [name for name in self.unread if not OPTIONAL.fullmatch(name)]
         if unread:
             raise UserError(f"{self.folder}: contains {counted(len(unread), 'tensor')} that the "
@@ -380,6 +388,9 @@ def check_nvfp4(section: object, path: Path) -> None:
     """
     match section:
         case {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}:
+            if section.get("transform_config"):
+                raise UserError(f"{path}: transform_config in quantization_config: transformed "
+                                "weights (Hadamard rotations, say) can't be read")
             return
     raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only 4-bit "
                     "format that can be read")
