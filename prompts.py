@@ -125,6 +125,11 @@ class Tokenizer:
         self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
         added = json.loads(text).get("added_tokens", ())
+        for token in added:                      # the library renumbers tokens after a gap
+            text, i = token["content"], token["id"]
+            if (self.file.token_to_id(text), self.file.id_to_token(i)) != (i, text):
+                raise UserError(f"{path}: {text} has id {i} in added_tokens, but is read as "
+                                f"{self.file.token_to_id(text)}: ids must have no gap")
         self.control = {token["content"]: token["id"] for token in added if token["special"]}
         if not {"<|im_start|>", "<|im_end|>"} <= self.control.keys():
             raise UserError(f"{path}: lacks <|im_start|> or <|im_end|> as special tokens, which "
