@@ -71,6 +71,7 @@ from weights import (
     TARGETS,
     ModelFolder,
     WeightReader,
+    in_16_bits,
     nvfp4_tensors,
     save_model,
 )
@@ -370,7 +371,7 @@ def to_nvfp4(files: WeightReader, out: Path, texts: Sequence[Text] = (),
         files.refuse_unread()
         for name in files.names:
             if not name.endswith(linears):
-                yield name, files.read(name).bfloat16().cpu()
+                yield name, in_16_bits(files.read(name)).cpu()
 
     save_model(tensors(), files.folder, out, about)
 

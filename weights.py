@@ -473,6 +473,15 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from part.split(held if isinstance(held, torch.Tensor) else held.merged())
 
 
+def in_16_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a 16-bit folder stores it: in bf16; norms and biases only if that changes none of
+    their numbers, since models compute with them in fp32.
+    """
+    rounded = tensor.bfloat16()
+    keep = tensor.dim() == 1 and not torch.equal(rounded.to(tensor.dtype), tensor)
+    return tensor if keep else rounded
+
+
 def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: Path,
                notes: dict | None = None) -> None:
     """Writes (name, tensor) pairs to the new model folder `out`, with the tokenizer and the rest
