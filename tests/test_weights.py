@@ -260,7 +260,7 @@ def lose_tensor(file):
     ("model-00002-of-00003.safetensors", Path.unlink),
     ("model-00002-of-00003.safetensors", lambda file: cut(file, -1)),
     ("model-00001-of-00003.safetensors", lambda file: cut(file, 100)),
-    ("no tensor model", lambda _: lose_tensor(_.with_name("model-00001-of-00003.safetensors"))),
+    ("whether model-00001-of-00003.safetensors has", lambda _: lose_tensor(_.with_name("model-00001-of-00003.safetensors"))),
     ("model.safetensors.index.json", lambda file: file.write_text('{"weight_map": ')),
     ("passwd.safetensors", lambda _: _.with_name("model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "../../passwd.safetensors"}}')),

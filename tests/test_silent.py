@@ -1,0 +1,144 @@
+"""
+Inputs that once gave a wrong result without a word. Each row is one example of its kind.
+
+python -m pytest tests/test_silent.py -v
+"""
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import ROOT, run_main, save_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_qwen2 import write_folder
+
+from files import UserError
+from model import load
+from prompts import Tokenizer
+from tools import convert
+from weights import NVFP4_CONFIG, read_config, read_peft_config
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def edit(file, **changes):
+    """Changes a JSON file's keys. None: null; ...: the key goes."""
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+# -----------------------------------------------------------------------------
+# A number from a file meets the range of its flag, and a key of config.json that is needed is there
+
+@pytest.mark.parametrize("key,value", [
+    *(("lora_alpha", value) for value in (0, -32, None, "auto", [32], True, 1e10, ...)),
+    *(("r", value) for value in (0, -1, 32.0, "8", True, None, ...)),
+    *(("target_modules", value) for value in ("all-linear", ".*_proj", None, [["q_proj"]]))])
+def test_adapter_numbers_and_targets(tmp_path, key, value):
+    folder = shutil.copytree(ROOT / "tests/peft_adapter", tmp_path / "adapter")
+    edit(folder / "adapter_config.json", **{key: value})
+    with pytest.raises(UserError, match=f"adapter_config.json: {key} is "):
+        read_peft_config(folder)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize("changes,key", [
+    *(({key: value}, key) for key in ("rms_norm_eps", "num_key_value_heads", "vocab_size", "hidden_size")
+      for value in (..., "64", 0, -1, True)),
+    *(({"rope_theta": value}, "rope_theta") for value in (..., "10000.0", 0, [1e4])),
+    *(({"max_position_embeddings": value}, "max_position_embeddings") for value in ("512", -1, 0, 512.0)),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings"), ({"head_dim": "16"}, "head_dim"),
+    ({"rope_parameters": ROPE}, "rope_theta"),                                           # beside 1e4
+    ({"rope_theta": ..., "rope_parameters": {"full_attention": ROPE}}, "rope_theta"),
+    ({"rope_theta": ..., "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_theta": ..., "rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "type")])
+def test_config_of_a_model(tiny, tmp_path, changes, key):
+    (tmp_path / "config.json").write_text(json.dumps(tiny["tied"].raw))
+    edit(tmp_path / "config.json", **changes)
+    with pytest.raises(UserError, match=f"config.json: {key} is "):
+        read_config(tmp_path / "config.json")
+
+
+# -----------------------------------------------------------------------------
+# Two sources of truth that disagree
+
+def sharded(case, folder):
+    """-> the folder's index, what it says, and the file that doesn't have UP."""
+    index = write_folder(folder, case.raw, case.tensors, files=2) / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    return index, weight_map, next(file for file in weight_map.values() if file != weight_map[UP])
+
+
+def second_copy(case, folder):
+    _, _, other = sharded(case, folder)
+    save_file(load_file(folder / other) | {UP: case.tensors[UP] + 1}, folder / other)
+
+
+def other_file(case, folder):
+    index, weight_map, other = sharded(case, folder)
+    edit(index, weight_map=weight_map | {UP: other})
+
+
+def unlisted(case, folder):
+    index, weight_map, _ = sharded(case, folder)
+    del weight_map[UP]
+    edit(index, weight_map=weight_map)
+
+
+def beside_shards(name):
+    def write(case, folder):
+        sharded(case, folder)
+        save_file(case.tensors, folder / name)
+    return write
+
+
+def without_index(case, folder):
+    beside_shards("model.safetensors")(case, folder)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def untied_head(case, folder):
+    write_folder(folder, case.raw, case.tensors | {"lm_head.weight": case.tensors["model.embed_tokens.weight"] * 2})
+
+
+def transformed(case, folder):
+    section = NVFP4_CONFIG | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}
+    write_folder(folder, case.raw | {"quantization_config": section}, case.tensors)
+
+
+@pytest.mark.parametrize("write,named", [
+    (second_copy, UP), (other_file, UP), (unlisted, UP), (beside_shards("model.safetensors"), "two saves"),
+    (beside_shards("model-00001-of-00003.safetensors"), "two saves"), (without_index, "two saves"),
+    (untied_head, "lm_head.weight differs"), (transformed, "transform_config")])
+def test_model_folders(tiny, tmp_path, write, named):
+    write(tiny["tied"], tmp_path / "model")
+    with pytest.raises(UserError, match=f"model.*{named}"):
+        load(tmp_path / "model", "nvfp4", "cpu")
+
+
+@pytest.mark.parametrize("change", [
+    lambda added: [token for token in added if token["content"] != "<|endoftext|>"],           # leaves a gap
+    lambda added: [token | {"id": token["id"] + 5} for token in added],
+    lambda added: [token | {"id": 7} if token["content"] == "<|im_end|>" else token for token in added]])
+def test_tokenizer_ids(tmp_path, change):
+    save_tokenizer(tmp_path)
+    edit(tmp_path / "tokenizer.json", added_tokens=change(json.loads((tmp_path / "tokenizer.json").read_text())[
+        "added_tokens"]))
+    with pytest.raises(UserError, match="tokenizer.json: "):
+        Tokenizer(tmp_path)
+
+
+# -----------------------------------------------------------------------------
+# One path rounds, its twin does not
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_converted_norms_and_biases_keep_their_numbers(tiny, tmp_path, monkeypatch, dtype):
+    case = tiny["tied"]
+    tensors = {name: (t.float() * 1.001).to(dtype) if t.dim() == 1 else t for name, t in case.tensors.items()}
+    source = write_folder(tmp_path / "source", case.raw, tensors)
+    assert run_main(monkeypatch, convert, "nvfp4", source, tmp_path / "out", "--device", "cpu") is None
+    tokens = torch.arange(24).view(2, 12) * 4
+    with torch.no_grad():
+        assert torch.equal(*(load(path, "nvfp4", "cpu")(tokens) for path in (source, tmp_path / "out")))
