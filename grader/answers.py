@@ -32,8 +32,8 @@ Graders disagree on these; this is what ours does:
     m + n = 116 is 116                          \log and \lg have base 10
     lists and sets have no order, tuples do     a row is not a column
     2x = 6 is not x = 3: it is not solved       x = 41 = 42 is wrong: two different numbers
-    10-3 is 7, but 5-10 is a range              sums and integrals are compared as text
     6e-10 has Euler's e: it is 6e - 10          1e5 is not read
+    sums and integrals are compared as text
 """
 import re
 from functools import lru_cache
@@ -98,8 +98,7 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"^(\$(?=.*\$))?(?:\s*([-+]))?\s*(\\?\$|[€£])\s*"
      r"([-+]?(?:[0-9](?:(?:[0-9.,]|\\[!,]|\{,\})*[0-9])?|\.[0-9]+))(?(1)\s*\$)\.?$",
      lambda match: f"{match[2] or ''}{match[4]} «{CURRENCY[match[3]]}»"),
-    # 5 m, but \$5\text{ m} are millions
-    (r"(\\\$[0-9.,]+)\s*\\text\s*\{\s*m\s*\}", r"\1 million"),
+    # 5 m
     (r"^((\$)?[-+]?[0-9][0-9.,/]*(?(2)\$))\s+([mgshLNJWV])\.?$", r"\1 «\3»"),
     # 1,\!234 and 1{,}234 are one number, even in brackets
     (r"(?<=[0-9])(?<!\b0)(?:,\s*\\!|\s*\{\s*,\s*\})\s*(?=[0-9]{3}(?![0-9]))", ""),
@@ -115,9 +114,8 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
     # \dfrac, \leq, \cdot: see RENAME
     (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1], match[0])),
-    # \mathbb{R}; and \mathbb{R} - \{1\}
+    # \mathbb{R}
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
-    (r"(?<=\\infty\))\s*(?:-|\\backslash)\s*(?=\\\{)", r"\\setminus "),
     # \begin{pmatrix} ... \end{pmatrix}, or an array{cc} in brackets
     (r"\\begin\s*\{(?:(?:[pbB]|small)?matrix\}|array\}\s*\{[clr\s]*\})", r"\\matrix "),
     (r"\\end\s*\{[A-Za-z]*\}", r"\\end "),
@@ -148,8 +146,6 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
      r"(?!.*\b(?:but|except)\b).*", ""),
     # dollar signs around formulas, and currency signs inside larger ones
     (r"[$~€£]", ""),
-    # \{\}
-    (r"\\\{\s*\\\}", r"\\emptyset "),
     # 6:30 p.m.
     (r"(?i)(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
     # 1 1/2, but not in 2^1 1/2 or 3/1 1/2
@@ -207,8 +203,6 @@ DOUBT = re.compile(r"""(?i)(?<![a-z\\])(?:not|no(?:\ longer|(?=\ [a-z]\ *=))|nev
     |nor|but|if|except|unless|wrong|false|incorrect|untrue|invalid|impossible|mistaken|rejected
     |excluded|nope|unlikely|doubtful|maybe|perhaps|possibly|might|could|fails|[a-z]+n['’]t|isnt
     |minus|plus|twice|double|triple|half|negative|opposite)(?![a-z])""", re.VERBOSE)
-# Just as often a product as a unit: 5 mg has a unit, but 2mg and \pi hr are products.
-PRODUCTS = frozenset("am pm mg ml gm hr yr".split())
 WORDS = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+)?\s+){0,3}(?:[A-Za-z]{2,}(?:/[A-Za-z]+)?\.?|m/s)"
 RAISED_UNIT = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
 # «cm»^2 and «m»/«s»^2 after anything; cm after a digit or bracket; "square cm" after a space.
@@ -230,14 +224,13 @@ def split_unit(s: str) -> tuple[str, set[str]]:
         value = s[:end.start()].strip()
         words = (wrapped or plain or "").lower().strip(" .").replace("/", " ").split()
         is_known = all(word in UNIT for word in words)
-        if plain and (not is_known or words[-1] in PRODUCTS):  # 5 men, but not 6xy
-            is_apart = s[end.start(2) - 1].isspace() and (is_known or max(map(len, words)) > 2)
+        if plain and not is_known:  # 5 men, but not 6xy
+            is_apart = s[end.start(2) - 1].isspace() and max(map(len, words)) > 2
             if not is_apart or not BARE_NUMBER.fullmatch(value):
                 return s, unit
         is_changed = any(map(NOT_UNITS.fullmatch, words)) \
             or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
-        is_shape = "*" in value and not is_known  # a 3 \times 4 matrix is not 12
-        if is_shape or is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
+        if is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, unit
         found = re.findall(r"[a-z]+|[23]", end[0].lower())
         unit = {part for word in found if word in UNIT for part in UNIT[word].split("/")} \
@@ -354,13 +347,12 @@ CLOSERS = {  # half-open intervals mix round and square brackets
 ENCLOSING = {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}
 FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
 # What can start an operand, and what ends an argument without brackets: \sin 2x \cos y.
-STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
+STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom"}
 BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
 WORD = re.compile("«[A-Za-z]{4}")
 CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
 DIGITS = tuple("0123456789.")  # what a number begins with
 
-FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
 GREEK = ("alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
          "|phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|hbar|pi|infty")
 SUBSCRIPT = r"\s*_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\\[A-Za-z]+|[0-9]+|[A-Za-z])"
@@ -369,8 +361,7 @@ TOKEN = re.compile(rf"""\s*(?:
       (?P<name> «[^«»]*»{MARKS}                                             # «blue»
         | [0-9]{{1,50}}(?:\.[0-9]{{1,50}})?{SUBSCRIPT}                      # 52_8
         | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)                        # f'(2)
-        | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}  # \overline{{AB}}
-        | \\(?:{GREEK}){NO_LETTER}{MARKS}                                   # \alpha_1
+          | \\(?:{GREEK}){NO_LETTER}{MARKS}                                   # \alpha_1
         | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )                              # blue, x_{{10}}, y'
     | [0-9]+(?:\.[0-9]+)? | \.[0-9]+
     | \\[A-Za-z]+ | \\\\ | \\[{{}}]
@@ -380,20 +371,15 @@ PLAIN_NAMES = sorted([*FUNCTIONS, "pi", "mod"], key=len, reverse=True)
 PLAIN_FUNCTION = re.compile(
     rf"\\?(?<![A-Za-z])({'|'.join(PLAIN_NAMES)})(?=[A-Za-z]?{NO_LETTER})"
     rf"|(?<![A-Za-z\\])(?:{'|'.join(INFINITIES)}){NO_LETTER}")
-# Letters that form a whole item are a name, not a product: IX is not XI, AB is a line. Lower-case
-# ones only if they contain an o, which no variable is called: "no" is not "on".
-ALONE = re.compile(
-    r"(^\s*\{|^|[,;(=])\s*([A-Z]{2,}|[a-z]?o[a-z]|[a-z]{1,2}o)(?=\s*[,;)=]|\s*$|\s*\}\s*$)")
 
 
 def tokenize(s: str) -> list[str]:
     """Numbers, operators, commands, and names, which begin with "«": «x, «x_10, «f(2), «blue.
 
     Without backslashes, pi, inf, sinx and pix are read as in LaTeX. Other words are a product of
-    their letters (xyz), or a name if they have four letters or are an item of their own.
+    their letters (xyz), or a name if they have four letters.
     """
     s = PLAIN_FUNCTION.sub(lambda match: f"\\{match[1] or 'infty'} ", s)
-    s = ALONE.sub(r"\1«\2»", s)
     return ["«" + re.sub(r"[\s{}«»]", "", match[0]) if match["name"] else match[0].strip()
             for match in TOKEN.finditer(s)]
 
@@ -474,10 +460,8 @@ class Reader:
             return token
         if token == r"\frac" and before[0] in DIGITS:
             return "mixed"
-        if token[0] in DIGITS and before[0] in ("«", *DIGITS):
-            return ""  # neither "5 6" nor "x2" is a product
         if WORD.match(token) or WORD.match(before):
-            return ""  # nor is prose: it would be 0 with a (0) in it
+            return ""  # prose is no product: it would be 0 with a (0) in it
         return "beside" if token in STARTS or token[0] in ("«", *DIGITS) else ""
 
     def infix(self, left: Reading, op: str, start: int) -> Reading:
@@ -567,8 +551,6 @@ class Reader:
             rows = self.rows("&", r"\\", (r"\end",))
             is_column = len(rows) > 1 and max(map(len, rows)) == 1
             return Group("()", [row[0] if is_column else Group("()", row) for row in rows])
-        if token == r"\emptyset":
-            return Group("set", [])
         if token in FUNCTION_COMMANDS:
             return self.function(token[1:])
         raise SyntaxError(f"unexpected {token}")
@@ -615,7 +597,7 @@ class Reader:
             arguments = [self.expression(SUM, self.stops | BARE_STOPS)]
         self.trig -= name in TRIG
         if name in ("floor", "ceil") and names_in(self.tokens[start:self.at]):
-            name += " of a variable"
+            return Number(unknown(name, *arguments))  # six points are too few to tell them apart
         if name == "log" and not marks and len(arguments) == 1:
             marks["_"] = Number(10)
         value = self.point.apply(name, *arguments, *marks.values())
@@ -632,10 +614,6 @@ def without(line: Reading, points: Reading) -> Group:
 
 THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 
-# Digits with hyphens or slashes that are not arithmetic: 2023-01-05, 1/5/2023, 555-123-4567, 5-10.
-CODE = re.compile(r"(?:^|[=,;(])\s*[0-9]+([-/])[0-9]+\1[0-9]+\s*(?=$|[,;)])")
-RANGE = re.compile(r"([0-9]{1,20})\s*-\s*([0-9]{1,20})")
-
 
 def join_thousands(s: str) -> str:
     """1,234 -> 1234. In brackets, these are two items: (100,200) is a point."""
@@ -645,8 +623,6 @@ def join_thousands(s: str) -> str:
         depth += (part in ("(", "[", r"\{", r"\langle")) - (part in (")", "]", r"\}", r"\rangle"))
         if depth == 0:
             parts[i] = THOUSANDS.sub(lambda match: match[0].replace(",", ""), part)
-        elif re.search("[0-9],0[0-9]", part):
-            raise SyntaxError("(1,000) is neither 1000 nor a 1 and a 0")
     return "".join(parts)
 
 
@@ -655,9 +631,6 @@ class Answer:
 
     def __init__(self, s: str):
         s = join_thousands(s)
-        span = RANGE.fullmatch(s)
-        if CODE.search(s) or span and int(span[1]) < int(span[2]):
-            raise SyntaxError("a date, a telephone number or a range")
         upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
         lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
         self.branches = [tokenize(text) for text in dict.fromkeys((upper, lower))]
@@ -747,11 +720,6 @@ def in_any_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
     return True
 
 
-def distinct(items: list[Reading], point: Point) -> list[Reading]:
-    """Drops repeats, for sets and unions."""
-    return [x for i, x in enumerate(items) if not any(same(x, y, point) for y in items[:i])]
-
-
 # The functions in RULES: `a` has the kind of the rule, `b` the same kind or a later one.
 
 def same_relation(a: Relation, b: Reading, point: Point) -> bool:
@@ -762,19 +730,15 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
     if b.kind != a.kind:
         name, value = named(a)
         found = value if name else interval(a) if a.kind == "rel" else total(a)
-        is_system = len(name) > 1 and b.kind == "list"  # (x, y) = (1, 2) beside y = 1, x = 2
-        return found is not None and not is_system and same(found, b, point)
+        return found is not None and same(found, b, point)
     if a.ops != b.ops:
         return False
-    if len(a.ops) > 1:
-        return in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
-    sides = a.sides + b.sides
-    # If the left sides name the same thing, the right ones decide.
-    left, right, other, other_right = (label(side.tokens) for side in sides)
-    are_names = left and other and not (right and other_right) and may_rename(left, other)
-    if a.kind == "eq" and are_names and same(sides[1].value, sides[3].value, point):
+    (name, value), (other, other_value) = named(a), named(b)
+    if name and other and may_rename(name, other) and same(value, other_value, point):
         return True
-    return proportional(sides, a.ops[0], point)
+    if in_order([side.value for side in a.sides], [side.value for side in b.sides], point):
+        return True
+    return len(a.ops) == 1 and proportional(a.sides + b.sides, a.ops[0], point)
 
 
 def proportional(sides: list[Side], op: str, point: Point) -> bool:
@@ -782,8 +746,7 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
     for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
     """
     names = [names_in(side.tokens) for side in sides]
-    one_form = len(names[0] | names[1]) > 1 or is_solved(sides[:2]) == is_solved(sides[2:])
-    if not (one_form and point.signs and names[0] | names[1] == names[2] | names[3]):
+    if not 1 < len(names[0] | names[1]) == len(names[0] | names[1] | names[2] | names[3]):
         return False
     x = point.compute("-", sides[0].value, sides[1].value)
     y = point.compute("-", sides[2].value, sides[3].value)
@@ -792,11 +755,6 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
         return False
     key = repr([side.tokens for side in sides])
     return quotient == point.factors.setdefault(key, quotient)  # that of the first point
-
-
-def is_solved(sides: list[Side]) -> bool:
-    return any(len(x.tokens) == 1 and label(x.tokens) and not names_in(y.tokens)
-               for x, y in (sides, sides[::-1]))  # 6 - x = x is not solved
 
 
 def total(equation: Relation) -> Reading | None:
@@ -849,14 +807,9 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
     if sorted(names) == sorted(other_names) and len(set(names)) == len(names):
         others = [others[other_names.index(name)] for name in names]
         return in_order(values, others, point)
-    if () not in names + other_names and {*names} != {*other_names}:
-        if {*names} & {*other_names} or not all(map(may_rename, names, other_names)):
-            return False
     families = [{"".join(name).partition("_")[0] for name in part} for part in (names, other_names)]
     if any("" not in part and len(part) > 1 for part in families):
         return in_order(values, others, point)
-    values = distinct(values, point) if a.kind == "set" else values
-    others = distinct(others, point) if b.kind == "set" else others
     return in_any_order(values, others, point)
 
 
@@ -865,8 +818,7 @@ def same_brackets(a: Group, b: Reading, point: Point) -> bool:
     or more, which are always a tuple.
     """
     if a.kind == "union":
-        return b.kind == "union" and in_any_order(
-            distinct(a.items, point), distinct(b.items, point), point)
+        return b.kind == "union" and in_any_order(a.items, b.items, point)
     are_alike = a.kind == b.kind or {a.kind, b.kind} <= {*BRACKETS} and len(a.items) > 2
     return are_alike and in_order(a.items, b.items, point)
 
@@ -903,9 +855,6 @@ CHOSEN = re.compile(r"[«( ]*([A-H]) ?[).:][\s»]+((?:(?!\b[A-H]\b)[^,;])+)")
 # SyntaxError: also too much work; RecursionError: too deep; TypeError: sin(1, 2)
 UNREADABLE = (SyntaxError, ArithmeticError, ValueError, RecursionError, TypeError)
 GAPS = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])|[«»]")
-# Letters that may be a product, in any order: ab is ba, nR is Rn, xyz is zyx. Words and sequences
-# keep their order: no, bca, IX, BCA.
-PRODUCT = re.compile(r"[a-np-z]\s*[A-NP-Za-np-z]|[A-NP-Z]\s*[a-np-z]|[b-df-hj-np-tv-z\s]+")
 
 
 def word_key(s: str) -> str:
@@ -947,7 +896,7 @@ def same_answer(a: str, b: str) -> bool:
         choice = CHOSEN.fullmatch(one)
         if choice and not CHOSEN.fullmatch(other):
             return choice[1] == letter if letter in [*"ABCDEFGH"] else same_answer(choice[2], other)
-    if all(words) and (words[0] == words[1] or not (PRODUCT.fullmatch(a) and PRODUCT.fullmatch(b))):
+    if all(words):
         return words[0] == words[1]
     for one, other in ((a, b), (b, a)):
         based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*([0-9]+)\s*\}?", one)

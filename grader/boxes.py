@@ -45,8 +45,6 @@ def last_box(text: str) -> str:
         found.append(text[content:end])
         last = last or end + 1
         begin = start
-    if len(set(found[::2])) == 1:
-        found = found[:1]
     if found and DENIED.search(f"{text[max(0, begin - 60):begin]}#{text[last:last + 60]}"):
         found.append("not ")
     return "".join(reversed(found)).strip()

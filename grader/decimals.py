@@ -107,28 +107,14 @@ sin = limited(mp.sin, ROUNDING)  # sin(pi) is a rounding error
 cos = limited(mp.cos, ROUNDING)
 
 
-def ln(z: Value) -> Value:
-    if z == 0:                   # mpmath returns -infinity, and 1 / ln 0 would be 0
-        raise ZeroDivisionError("no value")
-    return mp.log(z)
-
-
 def power(x: Value, n: Value) -> Value:
-    """x to the n, including roots. Odd roots of negative numbers are real, as taught at school:
-    (-8)^{1/3} is -2, where exp(n ln x) would be complex.
-    """
+    """x to the n, including roots."""
     if isinstance(n, int) and abs(n) <= MAX_BITS:
         is_exact = isinstance(x, int) and 0 <= n * x.bit_length() <= MAX_BITS  # 0^0 is 1
         return x ** n if is_exact else mp.convert(x) ** n
     if x == 0:
         return 0 if n > 0 else divide(1, 0)
-    is_negative = not isinstance(x, mp.mpc) and x < 0
-    for degree in range(1, 20, 2) if is_negative else ():  # is it the denominator of n?
-        times = settle(n * degree)
-        if isinstance(times, int):
-            root = power(-x, n)
-            return -root if times % 2 else root
-    return exp(n * ln(x))
+    return exp(n * mp.log(x))
 
 
 def floor(x: Value) -> int:
@@ -163,8 +149,8 @@ FORMULAS = {
     "/": divide,
     "^": power,
     r"\mod": modulo,
-    "ln": ln,
-    "log": lambda x, base: ln(x) / ln(base),
+    "ln": mp.log,
+    "log": lambda x, base: divide(mp.log(x), mp.log(base)),
     "exp": exp,
     "sin": sin,
     "cos": cos,
@@ -180,9 +166,6 @@ FORMULAS = {
     "min": lambda *args: min(args),
     "floor": floor,
     "ceil": lambda x: -floor(-x),
-    # floor takes too few values to tell functions apart at six points
-    "floor of a variable": lambda x: unknown("floor", x),
-    "ceil of a variable": lambda x: -unknown("floor", -x),
     "factorial": factorial,
     "binom": lambda n, k: divide(factorial(n), factorial(k) * factorial(add(n, -k))),
     "gcd": gcd,

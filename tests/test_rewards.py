@@ -39,7 +39,6 @@ def boxed(answer):
     (r"\boxed{3} or not, \boxed{}", "3", "box"),
     (r"\boxed{} \boxed{3}", "3", "box"), (r"\boxed{1} \boxed{} \boxed{3}", "3", "box"),
     (r"\boxed{2}, \boxed{3}", "2 , 3", "box"), (r"$\boxed{2}$ and $x=\boxed{3}$", "2 , 3", "box"),
-    (r"\boxed{5} or \boxed{5}", "5", "box"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}", "box"),
     ("<think>\\boxed{1}</think>\\boxed{2}<|im_end|>\\boxed{3}", "2", "box"),
     ("<think>let me see \\boxed{42}", None, "unclosed"),      # cut off while thinking
