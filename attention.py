@@ -16,40 +16,28 @@ A suffix sees its prefix and itself, but no other suffix:
         queries |  p1 p2 | a1 a2 a3 | b1 b2    keys
         --------+--------+----------+-------
            p1   |  x     |          |
-           p2   |  x  x  |          |          x  inside: each token over its own piece, causal
+           p2   |  x  x  |          |          x  each token over its own piece, causal
         --------+--------+----------+-------
-           a1   |  o  o  | x        |          o  across: each suffix over its entire prefix
+           a1   |  o  o  | x        |          o  each suffix over its entire prefix
            a2   |  o  o  | x  x     |
            a3   |  o  o  | x  x  x  |
         --------+--------+----------+-------
            b1   |  o  o  |          | x
            b2   |  o  o  |          | x  x
 
-FlashAttention needs a query's keys to be contiguous, but a1..a3 are between the prompt and b1. So
-each part, inside and across, gets its own softmax, and merge() combines the two. With lse = log of
-the sum of e^score over a part's keys, a part's weight is its share of the total:
-
-    lse = log(e^lse_inside + e^lse_across)
-    out = out_inside * e^(lse_inside - lse) + out_across * e^(lse_across - lse)
-
-The backward pass needs no merging: with the merged lse, e^(score - lse) is already a probability of
-the full softmax, whichever part the key is in. So each part computes its gradients from the merged
-out and lse, and they add up.
-
-In bf16, each part's out is rounded before the merge and the merged one after it. The sampler has
-one softmax and rounds once. This is the only place where sampler and learner round differently.
+Not here: how a GPU computes it, in two softmaxes per suffix (fast/backward.py).
 
 Shapes: T tokens (queries), S keys, H query heads, KV key-value heads, d head size.
 """
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
-from typing import NamedTuple
+from itertools import accumulate, chain, groupby, islice
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ops import twin_in_kernels
+from ops import replaced_on_gpu
 
 # -----------------------------------------------------------------------------
 # Where each token goes
@@ -119,12 +107,8 @@ class PackedAttention:
 
     def __init__(self, prefixes: Sequence[int], device: torch.device | str,
                  suffixes: Sequence[Sequence[int]] = ()):
-        pieces = [*prefixes, *(n for n in chain(*suffixes) if n)]
-        self.inside = spans_of(pieces, pieces, True, device)
-        self.across = None                       # span i: all suffixes of prefix i, over prefix i
-        if any(chain(*suffixes)):
-            self.across = spans_of([sum(group) for group in suffixes], prefixes, False, device)
-        self.prefix_tokens = sum(prefixes)       # the first suffix begins here
+        self.prefixes = prefixes
+        self.suffixes = suffixes
         positions = [torch.arange(n) for n in prefixes]
         for start, group in zip(prefixes, suffixes):
             positions += [torch.arange(start, start + n) for n in group]
@@ -132,138 +116,31 @@ class PackedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (T, H, d), k and v (T, KV, d) -> (T, H, d), differentiable."""
-        return _Attention.apply(q, k, v, self)
+        return attend_packed(q, k, v, self)
 
 
-# -----------------------------------------------------------------------------
-# The softmax over one part of the keys, its backward pass, and the merge
-
-class Spans(NamedTuple):
-    """Which queries see which keys, in FlashAttention's form: n spans. In span i, the queries
-    q_starts[i] to q_starts[i + 1] - 1 see the keys k_starts[i] to k_starts[i + 1] - 1.
-
-    Each query and each key belongs to exactly one span. A span may have no queries, but one with
-    queries needs keys, because a softmax over nothing is NaN.
+@replaced_on_gpu
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, pack: PackedAttention) -> Tensor:
+    """PackedAttention.__call__: piece by piece, a prefix over itself, a suffix over its prefix and
+    itself.
     """
-    q_starts: Tensor                             # (n + 1,) int32, from 0 to the number of queries
-    k_starts: Tensor                             # (n + 1,) int32, equal to q_starts if causal
-    longest_q: int                               # the most queries in a span
-    longest_k: int                               # the most keys in a span
-    causal: bool                                 # query j of a span sees only its keys 0 to j
+    lengths = [*pack.prefixes, *chain(*pack.suffixes)]
+    queries, keys, values = (t.split(lengths) for t in (q, k, v))
+    outs = [causal(*piece) for piece in islice(zip(queries, keys, values), len(pack.prefixes))]
+    for p, group in enumerate(pack.suffixes):
+        for _ in group:
+            i = len(outs)
+            key, value = (torch.cat([t[p], t[i]]) for t in (keys, values))
+            outs.append(causal(queries[i], key, value))
+    return torch.cat(outs)
 
 
-def spans_of(q_lengths: Sequence[int], k_lengths: Sequence[int], causal: bool,
-             device: torch.device | str) -> Spans:
-    """Spans from the n lengths of each: the first q_lengths[0] queries see the first k_lengths[0]
-    keys, the next q_lengths[1] queries see the next k_lengths[1] keys, and so on.
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a sequence's last tokens, q (T, H, d), to its keys and values up to themselves,
+    k and v (S, KV, d) -> (T, H, d).
     """
-    starts = [torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-              for lengths in (q_lengths, k_lengths)]
-    return Spans(*starts, max(q_lengths), max(k_lengths), causal)
-
-
-@twin_in_kernels
-def attend_spans(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
-    """Attention of one part: each span's queries over its keys.
-
-    q (T, H, d), k and v (S, KV, d) of one dtype -> out (T, H, d) in that dtype, and the log-sum-exp
-    of each query's scores, (H, T) fp32 (float64 if q is). On a GPU the dtype must be 16-bit.
-    """
-    out = torch.empty_like(q)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
-    for rows, _, _, _, values, scores in _each_span(q, k, v, spans):
-        lse[:, rows] = scores.logsumexp(-1)
-        p = (scores - lse[:, rows, None]).exp()
-        out[rows] = torch.einsum("hqk,khd->qhd", p, values).to(q.dtype)
-    return out, lse
-
-
-@twin_in_kernels
-def attend_spans_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                          spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    """One part's share of dq, dk and dv; out and lse are the merged ones, not the part's.
-
-    dout and out (T, H, d), lse (H, T), q, k and v as in attend_spans -> dq (T, H, d), dk and dv
-    (S, KV, d). With p = e^(score - lse) and dp = dout . v, the gradient of a score is
-    p * (dp - sum of p * dp). That sum is over the keys of all parts, but it equals dout . out,
-    which is known.
-    """
-    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-    mean_dp = (dout.to(lse.dtype) * out).sum(-1).T[:, :, None]                  # (H, T, 1)
-    for rows, columns, query, key, value, scores in _each_span(q, k, v, spans):
-        p = (scores - lse[:, rows, None]).exp()
-        upstream = dout[rows].to(lse.dtype)
-        dp = torch.einsum("qhd,khd->hqk", upstream, value)
-        ds = p * (dp - mean_dp[:, rows]) * q.shape[-1] ** -0.5
-        dq[rows] = torch.einsum("hqk,khd->qhd", ds, key).to(q.dtype)
-        for grad, per_head in ((dk, torch.einsum("hqk,qhd->khd", ds, query)),
-                               (dv, torch.einsum("hqk,qhd->khd", p, upstream))):
-            # H / KV query heads share a key-value head, whose gradient is the sum of theirs. Assign
-            # it rather than add it, since a key is in only one span.
-            grad[columns] = per_head.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
-    return dq, dk, dv
-
-
-def _each_span(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Iterator[tuple]:
-    """Yield for each span: the slices of its queries and of its keys in T and S; their q, k and v,
-    (queries or keys, H, d) in fp32, with k and v repeated for the query heads that share them; and
-    the scores (H, queries, keys), scaled by 1 / sqrt(d), -inf where masked.
-    """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    heads = q.shape[1]
-    q_starts = spans.q_starts.tolist()
-    k_starts = spans.k_starts.tolist()
-    for i in range(len(q_starts) - 1):
-        rows = slice(*q_starts[i:i + 2])
-        columns = slice(*k_starts[i:i + 2])
-        query = q[rows].to(dtype)
-        key, value = (t[columns].to(dtype).repeat_interleave(heads // k.shape[1], dim=1)
-                      for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", query, key) * q.shape[-1] ** -0.5
-        if spans.causal:
-            future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-            scores.masked_fill_(future, -torch.inf)
-        yield rows, columns, query, key, value, scores
-
-
-@twin_in_kernels
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Combines attention over two sets of keys (see the top of this file).
-
-    out and other (T, H, d), lse and other_lse (H, T) as attend_spans returns them; the result
-    overwrites out and lse.
-    """
-    both = torch.logaddexp(lse, other_lse)
-    share, other_share = ((t - both).exp().T[:, :, None] for t in (lse, other_lse))
-    out.copy_(out * share + other * other_share)
-    lse.copy_(both)
-
-
-class _Attention(torch.autograd.Function):
-    """PackedAttention.__call__: both parts, forward and backward."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, pack):
-        out, lse = attend_spans(q, k, v, pack.inside)
-        if pack.across:
-            n = pack.prefix_tokens               # queries: the suffixes; keys: the prefixes
-            merge(out[n:], lse[:, n:], *attend_spans(q[n:], k[:n], v[:n], pack.across))
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pack = pack
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        pack = ctx.pack
-        dout = dout.contiguous()
-        dq, dk, dv = attend_spans_backward(dout, q, k, v, out, lse, pack.inside)
-        if pack.across:
-            n = pack.prefix_tokens
-            more_q, more_k, more_v = attend_spans_backward(
-                dout[n:], q[n:], k[:n], v[:n], out[n:], lse[:, n:].contiguous(), pack.across)
-            dq[n:] += more_q
-            dk[:n] += more_k
-            dv[:n] += more_v
-        return dq, dk, dv, None
+    if not len(q):
+        return q
+    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))       # (1, heads, tokens, d)
+    return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)

@@ -61,7 +61,7 @@ import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
 from files import UserError, counted
-from lora import Linear, Scratch
+from lora import Linear
 from ops import mm_fp32
 from prompts import Tokenizer
 from sampler import Sampler, Sampling
@@ -291,31 +291,26 @@ def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
 def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
     """A context in which each linear of the layer calls hear(linear, x) on every input x (T, K)."""
     # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
-    # H needs x * w / rms, so a hook on the norm keeps 1/rms. Linears have on_input rather than a
-    # hook, because ops.mlp calls their product(), not their forward().
+    # H needs x * w / rms, so a hook on the norm keeps 1/rms.
     norm_before = {layer.qkv: layer.input_norm, layer.gate_up: layer.post_norm}
     rstd = {}                                                    # norm -> its latest 1/rms (T, 1)
 
     def keep_rstd(norm, _, output):
         _, rstd[norm] = output
 
-    def listener(linear):
-        def on_input(x):
-            if linear in norm_before:
-                x = (x * rstd[norm_before[linear]]).to(x.dtype)
-            hear(linear, x)
-        return on_input
+    def hear_input(linear, arguments):
+        x, = arguments
+        if linear in norm_before:
+            x = (x * rstd[norm_before[linear]]).to(x.dtype)
+        hear(linear, x)
 
     hooks = [norm.register_forward_hook(keep_rstd) for norm in norm_before.values()]
-    for linear in linears_of(layer):
-        linear.on_input = listener(linear)
+    hooks += [linear.register_forward_pre_hook(hear_input) for linear in linears_of(layer)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for linear in linears_of(layer):
-            linear.on_input = None
 
 
 def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -393,9 +388,8 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
     coded = [chunk.exact for chunk in measured]  # hidden states of the model with new codes
-    scratch = Scratch()
     for i in tqdm(range(config.layers), unit="layer", disable=None):
-        layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype, scratch)
+        layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype)
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears_of(layer)]   # float16 is finer than the layer's bf16
         # 1) The exact stream goes through the 16-bit layer and gives H.

@@ -11,11 +11,8 @@ updates `master` in fp32. The model computes with matrices rounded to bf16, whic
 where the sampler's CUDA graphs read them; norms and biases are small and stay fp32. A CPU computes
 in fp32 with the same bf16 numbers. A saved folder is therefore the model that sampled, bit for bit.
 
-    trained               its gradient comes from
-    a linear's W          Linear: dW = dy.T @ x, instead of lora.Linear's dA and dB
-    embedding             _LookUp
-    head                  _Score; if tied, it is added to the embedding's
-    norms, biases         autograd
+Norms and biases get their gradients from autograd as they are, matrices through Rounded. (On a GPU,
+fast/backward.py adds the matrices' in place.)
 
 Memory: 18 bytes per parameter (master, gradient and two moments in fp32, the bf16 copy).
 
@@ -34,9 +31,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import lora
-from model import Qwen
+from model import Qwen, token_logprobs
 from nvfp4 import Weight
-from ops import LOGIT_ROWS, add_mm, mm, mm_fp32, softmax_at, token_logprobs
+from ops import Rounded, replaced_on_gpu
 from weights import parts_of, save_model
 
 # -----------------------------------------------------------------------------
@@ -107,8 +104,8 @@ def attach(model: Qwen) -> Weights:
     embedding, head = leaves[0], leaves[1]
     if model.config.tied:
         model.lm_head, head = model.embed, embedding
-    model.embedded = lambda tokens: _LookUp.apply(embedding, tokens, model.embed)
-    model.score = lambda x, scale, targets: _Score.apply(
+    model.embedded = lambda tokens: look_up(embedding, tokens, model.embed)
+    model.score = lambda x, scale, targets: score(
         x, scale, head, model.lm_head, targets, model.live_vocab)
     model.adapter = weights
     weights.sync()
@@ -132,7 +129,7 @@ def save(model: Qwen, master: Tensor, folder: Path) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The gradients that an adapter doesn't need
+# The model's parts with a trained W
 
 class Linear(lora.Linear):
     """A linear whose W is trained. leaf: W in fp32, a view of Weights.master, whose .grad gets dW;
@@ -140,60 +137,21 @@ class Linear(lora.Linear):
     """
 
     def __init__(self, names: list[str], parts: tuple[int, ...], leaf: Parameter, copy: Tensor):
-        weight = Weight((copy,), copy.shape, copy.dtype)
-        super().__init__(weight, names, parts)
+        super().__init__(Weight((copy,), copy.shape, copy.dtype), names, parts)
         self.leaf = leaf
 
-    def wide_weight(self) -> Tensor:
-        """W itself: without A and B there is nothing to widen."""
-        return self.weight.dequantize()
-
-    def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
-        """Return dx (M, K) in the model's dtype and add dW to leaf.grad."""
-        add_mm(self.leaf.grad, dy_wide.T, x_wide)
-        return mm(dy_wide, self.wide_weight())
+    def matrix(self) -> Tensor:
+        return Rounded.apply(self.leaf, self.weight.dequantize())
 
 
-class _LookUp(torch.autograd.Function):
+@replaced_on_gpu
+def look_up(leaf: Tensor, tokens: Tensor, copy: Tensor) -> Tensor:
     """The rows of the embedding: tokens (T,) -> (T, D) fp32."""
-
-    @staticmethod
-    def forward(ctx, leaf, tokens, embed):
-        ctx.leaf, ctx.tokens = leaf, tokens
-        return embed[tokens].float()
-
-    @staticmethod
-    def backward(ctx, dx):
-        # In place, because a separate gradient would be as large as the embedding. A token that
-        # occurs twice gets the sum, in a fixed order (on a GPU, index_add_ has none).
-        ctx.leaf.grad.index_put_((ctx.tokens,), dx, accumulate=True)
-        return None, None, None
+    return Rounded.apply(leaf, copy)[tokens].float()
 
 
-class _Score(torch.autograd.Function):
-    """ops.token_logprobs with a gradient for the head. That needs dL/dlogprob, which isn't known
-    until the backward pass, so the logits are recomputed there, chunk by chunk.
-    """
-
-    @staticmethod
-    def forward(ctx, x, scale, leaf, head, targets, live):
-        ctx.save_for_backward(x, scale, targets)
-        ctx.leaf, ctx.head, ctx.live = leaf, head, live
-        logprobs, entropy = token_logprobs(x.detach(), scale.detach(), head, targets, live)
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx, dlogprobs, _):
-        x, scale, targets = ctx.saved_tensors
-        dx, dscale = torch.empty_like(x), torch.empty_like(scale)
-        for i in range(0, len(x), LOGIT_ROWS):
-            s = slice(i, i + LOGIT_ROWS)
-            upstream = dlogprobs[s, None]
-            (picked, _, mean_logit), dlogits = softmax_at(
-                mm_fp32(x[s], ctx.head.T), scale[s], targets[s], ctx.live, x.dtype)
-            scaled = scale[s] * upstream
-            dx[s] = mm_fp32(dlogits, ctx.head) * scaled
-            dscale[s] = (picked - mean_logit)[:, None] / scale[s] * upstream
-            add_mm(ctx.leaf.grad, dlogits.T, (x[s] * scaled).to(x.dtype))
-        return dx, dscale, None, None, None, None
+@replaced_on_gpu
+def score(x: Tensor, scale: Tensor, leaf: Tensor, copy: Tensor, targets: Tensor,
+          live: int) -> tuple[Tensor, Tensor]:
+    """model.token_logprobs with a trained head."""
+    return token_logprobs(x, scale, Rounded.apply(leaf, copy), targets, live)

@@ -19,8 +19,8 @@ Sampler and learner compute with copies in the model's dtype (bf16 on a GPU), `w
 `working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
 addresses.
 
-Below: the wide matrix, which lets the learner compute y in one product.
-Not here: how the sampler's kernels compute the same y (fast/decode.py, launch_matmul()).
+Not here: how a GPU computes the same y: the learner in one product (fast/backward.py), the
+sampler's kernels in fast/decode.py, launch_matmul().
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """
@@ -34,56 +34,28 @@ from torch import Tensor
 
 from files import UserError
 from nvfp4 import Weight
-from ops import add_mm, mm, mm_fp32
+from ops import Rounded, mm_fp32, replaced_on_gpu
 from weights import read_peft, write_peft
 
 # -----------------------------------------------------------------------------
-# A linear, and the wide matrix: the same formula in one product, rounded differently
-#
-# Computing x @ W.T and then adding (x @ A.T) @ (s * B).T would read and write y, a large tensor, a
-# second time. Instead, the learner expands W into a buffer with P*R extra columns and rows, for s*B
-# to the right of W and A below it. For q|k|v (P = 3):
-#
-#                         K          R    R    R
-#                   +-----------+----+----+----+
-#         rows of q |           |sB_q|  0 |  0 |
-#         rows of k |     W     |  0 |sB_k|  0 |  N      block diagonal: the rows of a part
-#         rows of v |           |  0 |  0 |sB_v|         see only the part's own x @ A.T
-#                   +-----------+----+----+----+
-#                   |    A_q    |              |
-#                   |    A_k    |  never read  |  P*R
-#                   |    A_v    |              |
-#                   +-----------+--------------+
-#
-# x and dL/dy get P*R extra columns too. Then y and dx take one matmul each, and A and B add only
-# P*R / K (or P*R / N) to the work:
-#
-#     forward      x_wide = [ x  | x @ A.T ]      y  = x_wide @ wide[:N].T    wide[:N] = [W | s*B]
-#                                                    = x @ W.T + (x @ A.T) @ (s*B).T
-#     backward    dy_wide = [ dy | dy @ s*B ]     dx = dy_wide @ wide[:, :K]  wide[:, :K] = W over A
-#                                                    = dy @ W + (dy @ s*B) @ A
-#                      dA = (dy @ s*B).T @ x      (P*R, K)
-#                      dB = s * dy.T @ (x @ A.T)  (N, R), for each part its rows and its R columns
+# A linear
 
 class Linear(torch.nn.Module):
     """A frozen nvfp4.Weight plus, once a model has an adapter, this linear's A and B.
 
     names: Hugging Face's names of the parts, such as model.layers.0.self_attn.q_proj.
-    parts: how many rows of W each part has. scratch: shared by the linears of a model.
+    parts: how many rows of W each part has.
     """
 
-    def __init__(self, weight: Weight, names: list[str], parts: tuple[int, ...],
-                 scratch: "Scratch | None" = None):
+    def __init__(self, weight: Weight, names: list[str], parts: tuple[int, ...]):
         super().__init__()
         assert sum(parts) == weight.N, f"parts {parts} of {names} do not add up to N={weight.N}"
         self.weight = weight
         self.names = names
         self.parts = parts
-        self.scratch = scratch or Scratch()
         self.adapter = None                      # attach() sets these five:
         self.a = self.b = None                   # fp32 A (P*R, K) and B (N, R), trained; see .grad
         self.working_a = self.working_b = None   # A and s * B in the model's dtype
-        self.on_input = None                     # called with each x (M, K): calibrate.py listens
 
     @property
     def rank(self) -> int:
@@ -91,14 +63,14 @@ class Linear(torch.nn.Module):
         return self.adapter.rank if self.adapter and self.adapter.enabled else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (M, K) in the model's dtype -> y (M, N) fp32, differentiable in x. x must require a
-        gradient: otherwise autograd skips the backward pass, which also fills a.grad and b.grad.
-
-        y = x @ W.T + (x @ A.T) @ (s * B).T, part by part.
-        """
+        """x (M, K) in the model's dtype -> y (M, N) fp32."""
         k = self.weight.K
         assert x.dim() == 2 and x.shape[1] == k, f"{self.names[0]}: x {tuple(x.shape)}, not K={k}"
-        return _Product.apply(x, self)
+        return linear(x, self)
+
+    def matrix(self) -> Tensor:
+        """W (N, K) in the model's dtype; full.Linear's gets a gradient."""
+        return self.weight.dequantize()
 
     def merged(self) -> Tensor:
         """W + s * B @ A in fp32, (N, K), as in an exported checkpoint."""
@@ -110,65 +82,21 @@ class Linear(torch.nn.Module):
             w += torch.block_diag(*b.split(self.parts)) @ self.a.data
         return w
 
-    # How y is computed in one product: the wide matrix, drawn above
 
-    def wide_weight(self) -> Tensor:
-        """The wide matrix (N + P*R, K + P*R) in the shared buffer."""
-        n = self.weight.N
-        k = self.weight.K
-        pr = self.rank * len(self.parts)
-        wide = self.scratch.view(n + pr, k + pr, self.weight.dtype, self.weight.device)
-        self.weight.dequantize(out=wide[:n, :k])
-        if pr:
-            wide[n:, :k] = self.working_a
-            wide[:n, k:] = torch.block_diag(*self.working_b.split(self.parts))
-        return wide
+@replaced_on_gpu
+def linear(x: Tensor, layer: Linear) -> Tensor:
+    """y = x @ W.T + (x @ A.T) @ (s * B).T, part by part; Linear.forward.
 
-    def empty_wide(self, rows: int, columns: int) -> Tensor:
-        """An empty (rows, columns + P*R) for x (columns = K) or dL/dy (columns = N), with room on
-        the right for what product() or product_backward() writes there.
-        """
-        columns += self.rank * len(self.parts)
-        return torch.empty(rows, columns, dtype=self.weight.dtype, device=self.weight.device)
-
-    def widened(self, x: Tensor) -> Tensor:
-        """x, or dL/dy, rounded to the model's dtype, in the first columns of an empty_wide()."""
-        if not self.rank:
-            return x.to(self.weight.dtype)       # no columns to add, so no copy if dtypes agree
-        wide = self.empty_wide(*x.shape)
-        wide[:, :x.shape[1]] = x
-        return wide
-
-    def product(self, x_wide: Tensor) -> Tensor:
-        """widened(x) -> y (M, N) fp32. Writes x @ A.T to the right of x, for the backward pass."""
-        k = self.weight.K
-        if self.on_input:
-            self.on_input(x_wide[:, :k])
-        if self.rank:                            # rounded to the dtype, as the sampler's kernels do
-            x_wide[:, k:] = mm_fp32(x_wide[:, :k], self.working_a.T)
-        return mm_fp32(x_wide, self.wide_weight()[:self.weight.N].T)
-
-    def product_backward(self, x_wide: Tensor, dy_wide: Tensor) -> Tensor:
-        """The backward pass of product(): returns dx (M, K) in the model's dtype, and adds dA and
-        dB to a.grad and b.grad.
-
-        x_wide: as product() left it. dy_wide: widened(dL/dy).
-        """
-        n = self.weight.N
-        k = self.weight.K
-        # Expanded again: keeping every layer's expanded W would take 3.5 times the 4-bit model.
-        wide = self.wide_weight()
-        assert x_wide.shape[1] == wide.shape[1], \
-            f"{self.names[0]}: adapter switched between forward and backward"
-        if not self.rank:
-            return mm(dy_wide, wide[:, :k])
-        dy_wide[:, n:] = mm_fp32(dy_wide[:, :n], wide[:n, k:])         # dL/d(x @ A.T), (M, P*R)
-        add_mm(self.a.grad, dy_wide[:, n:].T, x_wide[:, :k])           # (P*R, K)
-        part_dy = dy_wide[:, :n].split(self.parts, dim=1)              # P of (M, the part's rows)
-        part_xa = x_wide[:, k:].split(self.rank, dim=1)                # P of (M, R)
-        for db, dy, xa in zip(self.b.grad.split(self.parts), part_dy, part_xa):
-            add_mm(db, dy.T, xa, self.adapter.scale)
-        return mm(dy_wide, wide[:, :k])
+    x @ A.T is rounded to the dtype of x, as the sampler's kernels do.
+    """
+    y = mm_fp32(x, layer.matrix().T)
+    if not layer.rank:
+        return y
+    a = Rounded.apply(layer.a, layer.working_a)
+    b = Rounded.apply(layer.b * layer.adapter.scale, layer.working_b)
+    xa = mm_fp32(x, a.T).to(x.dtype)
+    pairs = zip(xa.split(layer.rank, dim=1), b.split(layer.parts))
+    return y + torch.cat([mm_fp32(part_xa, part_b.T) for part_xa, part_b in pairs], dim=1)
 
 
 # -----------------------------------------------------------------------------
@@ -250,7 +178,7 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
 
     leaves = adapter.unflatten(adapter.master.data)
     for leaf, gradient in zip(leaves, adapter.unflatten(adapter.master.grad)):
-        leaf.grad = gradient
+        leaf.requires_grad_().grad = gradient    # autograd adds to it in place
     copies = adapter.unflatten(adapter.working)
     n = len(linears)
     generator = torch.Generator().manual_seed(seed)
@@ -260,7 +188,7 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
         linear.working_a, linear.working_b = copies[i], copies[n + i]
         bound = linear.weight.K ** -0.5
         uniform = torch.rand(linear.a.shape, generator=generator) * 2 * bound - bound
-        linear.a.copy_(uniform)
+        linear.a.data.copy_(uniform)
     model.adapter = adapter
     adapter.sync()
     return adapter
@@ -302,37 +230,3 @@ def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, 
                 shapes.add((f"base_model.model.{name}.lora_A.weight", (rank, linear.weight.K)))
                 shapes.add((f"base_model.model.{name}.lora_B.weight", (rows, rank)))
     return shapes
-
-
-# -----------------------------------------------------------------------------
-# Linear.forward as an autograd function
-
-class _Product(torch.autograd.Function):
-    """Linear.forward."""
-
-    @staticmethod
-    def forward(ctx, x, linear):
-        x_wide = linear.widened(x)
-        ctx.linear = linear
-        ctx.save_for_backward(x_wide)            # product() still writes x @ A.T into it
-        return linear.product(x_wide)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x_wide, = ctx.saved_tensors
-        return ctx.linear.product_backward(x_wide, ctx.linear.widened(dy)), None
-
-
-class Scratch:
-    """One buffer into which all linears of a model expand their matrices, one at a time."""
-
-    def __init__(self):
-        self.flat = None
-
-    def view(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(rows, columns), uninitialized; valid until the next linear asks for one."""
-        size = rows * columns
-        if self.flat is None or len(self.flat) < size or self.flat.dtype != dtype:
-            self.flat = None                                     # free the smaller one first
-            self.flat = torch.empty(size, dtype=dtype, device=device)
-        return self.flat[:size].view(rows, columns)

@@ -14,9 +14,8 @@ before the rotary embedding, and d may differ from D / H.
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 even though they sum in different orders. That's why the residual stream, sums and results of
 linears are fp32. Matmul inputs are rounded to `dtype` (bf16 on a GPU, fp32 on a CPU): x * w after a
-norm; q, k and v; attention's output; silu(gate) * up; an adapter's x @ A.T. The MLP also rounds the
-copy of gate_up's result that it keeps for its backward pass, and gradients between matmuls are
-rounded (ops.py, lora.py).
+norm; q, k and v; attention's output; silu(gate) * up; an adapter's x @ A.T. A GPU's backward pass
+rounds in a few more places (fast/backward.py).
 
 Where RMSNorm divides. norm(x) = x * w / rms(x), and 1/rms(x) is one number per row, so it can
 multiply the result of the next linear instead. A bias is added after that:
@@ -40,13 +39,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import PackedAttention, lay_out
 from files import UserError
-from lora import Linear, Scratch
-from ops import elementwise, mlp, mm_fp32, token_logprobs
+from lora import Linear
+from ops import elementwise, mm_fp32, replaced_on_gpu
 from weights import ModelFolder, WeightReader
 
 
@@ -133,10 +133,56 @@ def rope_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 
     In fp32, because bf16 can't tell position 4001 from 4002.
     """
-    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequency = config.rope_theta ** (-half / config.head_dim)
-    angle = positions.float()[:, None] * frequency[None, :]
+    angle = positions.float()[:, None] * rope_frequencies(config, positions.device)
     return angle.cos()[:, None], angle.sin()[:, None]
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """By how much each of the d/2 angles grows from one position to the next: (d/2,) fp32."""
+    half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    return config.rope_theta ** (-half / config.head_dim)
+
+
+# -----------------------------------------------------------------------------
+# The MLP and the log-probs
+
+@replaced_on_gpu
+def mlp(gate_up: Linear, down: Linear, x: Tensor, rstd: Tensor) -> Tensor:
+    """The MLP of a layer: down(silu(gate) * up), where gate|up = gate_up(x) * rstd.
+
+    x (T, D) in the model's dtype, rstd (T, 1) -> (T, D) fp32.
+    """
+    gate, up = (gate_up(x) * rstd).chunk(2, dim=-1)
+    return down((F.silu(gate) * up).to(x.dtype))
+
+
+LOGITS = 2**24                                   # in memory at a time: 64 MB in fp32
+
+
+@replaced_on_gpu
+def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
+                   live: int) -> tuple[Tensor, Tensor]:
+    """log softmax(logits) at each target, differentiable, and the softmax's entropy, which isn't:
+    (T,) fp32 each, in nats. logits = x @ head[:live].T * scale.
+
+    x (T, D) and head (V, D) in the model's dtype, scale (T, 1) = 1/(rms * temperature) fp32,
+    targets (T,) int64. live: how many rows of `head` are tokens; the rest is padding.
+    """
+    def some(x, scale, targets):
+        logits = mm_fp32(x, head[:live].T) * scale
+        lse = logits.logsumexp(-1)               # as the sampler does; log_softmax rounds otherwise
+        with torch.no_grad():
+            entropy = lse - (logits.softmax(-1) * logits).sum(-1)
+        return logits.gather(1, targets[:, None])[:, 0] - lse, entropy
+
+    rows = max(1, LOGITS // live)
+    chunks = [*zip(*(t.split(rows) for t in (x, scale, targets)))]
+    if len(chunks) == 1:
+        return some(*chunks[0])
+    # checkpoint() drops a chunk's logits and computes them again in the backward pass.
+    results = [checkpoint(some, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropies = zip(*results)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 # -----------------------------------------------------------------------------
@@ -165,11 +211,11 @@ class Layer(torch.nn.Module):
 
     get(name, *shape) returns a tensor. frozen(names, parts, K) returns the nvfp4.Weight of a fused
     linear whose part names[j] has parts[j] rows. Both may read a checkpoint or, in tests and
-    benchmarks, make up numbers. scratch: shared by all layers.
+    benchmarks, make up numbers.
     """
 
     def __init__(self, config: ModelConfig, i: int, get: Callable, frozen: Callable,
-                 dtype: torch.dtype, scratch: Scratch):
+                 dtype: torch.dtype):
         super().__init__()
         c = config
         prefix = f"model.layers.{i}"
@@ -190,7 +236,7 @@ class Layer(torch.nn.Module):
 
         def linear(names, parts, k):
             names = [f"{prefix}.{name}_proj" for name in names]
-            return Linear(frozen(names, parts, k), names, parts, scratch)
+            return Linear(frozen(names, parts, k), names, parts)
 
         self.input_norm = norm("input_layernorm")
         self.qkv = linear([f"self_attn.{s}" for s in "qkv"], widths, c.width)
@@ -240,9 +286,8 @@ class Qwen(torch.nn.Module):
         self.live_vocab = c.vocab
         self.adapter = None
         self.folder = None                       # load() sets it
-        scratch = Scratch()
         self.layers = torch.nn.ModuleList(
-            Layer(c, i, get, frozen, dtype, scratch) for i in range(c.layers))
+            Layer(c, i, get, frozen, dtype) for i in range(c.layers))
         self.embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
         self.device = self.embed.device
         self.lm_head = self.embed                                # (V, D) both
@@ -262,7 +307,7 @@ class Qwen(torch.nn.Module):
         kept_layers = layers if kept_layers is None else kept_layers
         assert 0 <= kept_layers <= layers, f"kept_layers {kept_layers}, of {layers} layers"
         x = self.embedded(tokens)
-        if self.adapter:                         # makes autograd enter the first, frozen layer
+        if self.adapter:                         # a GPU's linears need it (fast/backward.py)
             x.requires_grad_()
         cos, sin = rope_table(positions, self.config)
         first_kept = layers - kept_layers if torch.is_grad_enabled() else 0
@@ -314,7 +359,7 @@ class Qwen(torch.nn.Module):
         return self.embed[tokens].float()
 
     def score(self, x: Tensor, scale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """ops.token_logprobs with this model's head."""
+        """token_logprobs() with this model's head."""
         return token_logprobs(x, scale, self.lm_head, targets, self.live_vocab)
 
 

@@ -38,8 +38,8 @@ import torch
 import triton
 from triton.language import constexpr
 
-from attention import Spans, attend_spans
 from fast import kernels
+from fast.backward import Spans, attend_spans, scratch_on
 from fast.kernels import (
     AttentionPlan,
     LayerCache,
@@ -60,7 +60,7 @@ from marlin_fp4 import (
     portable_matmul,
     shared_memory_kib,
 )
-from model import Qwen
+from model import Qwen, rope_frequencies
 from ops import mm_fp32
 from sampler import KV_BLOCK, DecodeBatch, Sampling, TorchEngine, fill_cache, filter_logits
 
@@ -233,8 +233,7 @@ class GraphEngine(TorchEngine):
         self.tokens = zeros(WINDOW, max_rows)
         self.logprobs = zeros(WINDOW, max_rows, dtype=torch.float32)
         self.counters = zeros(max_rows * c.kv_heads, dtype=torch.int32)
-        half = torch.arange(0, c.head_dim, 2, device=kv.device, dtype=torch.float32)
-        self.freq = c.rope_theta ** (-half / c.head_dim)  # as in model.rope_table
+        self.freq = rope_frequencies(c, kv.device)
         self.prefill_inputs = zeros(3, PREFILL_SIZES[-1])  # tokens, blocks, positions
         self.prefill_starts = zeros(PREFILL_SIZES[-1] // KV_BLOCK + 1, dtype=torch.int32)
         self.graphs = GraphStore()  # keys: (rows, greedy)
@@ -302,7 +301,7 @@ class GraphEngine(TorchEngine):
         def launch():
             fill_cache(self.model, self.kv, *inputs,
                        lambda q, k, v: attend_spans(q, k, v, spans)[0])
-            return self.model.layers[0].qkv.scratch.flat  # kept alive: every W is expanded into it
+            return scratch_on(self.kv.device).flat  # kept alive: every W is expanded into it
 
         self.prefills.get_for(self.adapter_key(), size, launch)()
 

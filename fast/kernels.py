@@ -1,9 +1,9 @@
 """
-Triton kernels: everything between the matmuls of a decode step, and the learner's fast twins.
+Triton kernels: everything between the matmuls of a decode step, and the learner's.
 
     the decode step        from the embedding to the draw; decode.py lists the kernels in order
-    the learner's twins    GPU versions of the functions marked @twin_in_kernels in ops.py and
-                           attention.py, which are the reference, in plain torch
+    the learner's          GPU versions of the functions marked @replaced_on_gpu in backward.py and
+                           ops.py, which are the reference, in plain torch
 
 The matmuls themselves are in marlin_fp4.py and hopper_fp4.py.
 
@@ -42,7 +42,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention import Spans
+from fast.backward import Spans
 from marlin_fp4 import w_pieces
 
 INF = tl.constexpr(float("inf"))
@@ -817,7 +817,7 @@ def pick_kernel(
 
 
 # -----------------------------------------------------------------------------
-# The learner's twins
+# The learner's kernels
 #
 # Each has the name and arguments of the function it replaces. That function's docstring says what
 # it computes; these say what makes it fast.
@@ -831,7 +831,7 @@ def compiled(function: Callable) -> Callable:
 
 
 def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Tensor:
-    """Twin of ops.elementwise: one kernel for the forward and one for the backward."""
+    """Replaces ops.elementwise: one kernel for the forward and one for the backward."""
     if not torch.is_grad_enabled():  # not worth compiling for a prefill's few passes
         return function(x, *rest)
     # Only the number of tokens is dynamic: a dynamic width would cost every element an integer
@@ -844,7 +844,7 @@ def elementwise(function: Callable, x: torch.Tensor, *rest: object) -> torch.Ten
 
 def attend_spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                  spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of attention.attend_spans: torch's variable-length FlashAttention."""
+    """Replaces backward.attend_spans: torch's variable-length FlashAttention."""
     return torch.ops.aten._flash_attention_forward(
         q, k, v, spans.q_starts, spans.k_starts, spans.longest_q, spans.longest_k, 0.0,
         spans.causal, False)[:2]
@@ -852,7 +852,7 @@ def attend_spans(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 def attend_spans_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
                           out: torch.Tensor, lse: torch.Tensor, spans: Spans) -> tuple:
-    """Twin of attention.attend_spans_backward: FlashAttention's, bit-identical in every run."""
+    """Replaces backward.attend_spans_backward: FlashAttention's, bit-identical in every run."""
     # By default it sums dq with atomics, in arbitrary order. Only torch's global switch for
     # deterministic algorithms fixes the order, so that is set around the call. The switch would
     # also fill every new tensor with NaN, which takes time, hence the second one.
@@ -872,7 +872,7 @@ def attend_spans_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor,
           other_lse: torch.Tensor) -> None:
-    """Twin of attention.merge: one program per token, in one pass over `out`."""
+    """Replaces backward.merge: one program per token, in one pass over `out`."""
     T, H, d = out.shape
     merge_kernel[T,](out, lse, lse.stride(0), other, other_lse, other_lse.stride(0), H, d,
                      BLOCK_H=triton.next_power_of_2(H), BLOCK_D=triton.next_power_of_2(d))
@@ -908,7 +908,7 @@ def merge_kernel(
 
 def swiglu(y: torch.Tensor, rstd: torch.Tensor, h: torch.Tensor,
            keep: bool = True) -> torch.Tensor | None:
-    """Twin of ops.swiglu: reads y once, with one program per 1,024 columns of a row."""
+    """Replaces backward.swiglu: reads y once, with one program per 1,024 columns of a row."""
     F = h.shape[1]
     rounded = torch.empty_like(y, dtype=h.dtype) if keep else None
     swiglu_forward_kernel[y.shape[0], triton.cdiv(F, 1024)](
@@ -942,7 +942,7 @@ def swiglu_forward_kernel(
 
 def swiglu_backward(y: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor,
                     dy: torch.Tensor) -> torch.Tensor:
-    """Twin of ops.swiglu_backward: reads y and dh once and writes dy once, with one program per
+    """Replaces backward.swiglu_backward: reads y and dh once and writes dy once, with one program per
     row, since drstd is a sum over it.
     """
     drstd = torch.empty_like(rstd)
@@ -987,7 +987,7 @@ def swiglu_backward_kernel(
 
 def softmax_at(products: torch.Tensor, scale: torch.Tensor, targets: torch.Tensor, live: int,
                dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Twin of ops.softmax_at: one program per row of logits, which it reads twice."""
+    """Replaces backward.softmax_at: one program per row of logits, which it reads twice."""
     c, V = products.shape
     sums = products.new_empty(3, c)
     ahead = products.new_empty(c, V, dtype=dtype) if dtype else None

@@ -166,6 +166,7 @@ class Plan:
 
     def __init__(self, model: torch.nn.Module, limits: Limits, prompt_tokens: int, new_tokens: int,
                  answers: int, with_reference: bool = False):
+        from fast import backward  # late: a CPU doesn't need it
         self.model = model
         self.limits = limits
         self.with_reference = with_reference
@@ -175,7 +176,7 @@ class Plan:
         # All of the model's, since an adapter may skip some.
         self.linears = [module for module in model.modules() if isinstance(module, Linear)]
         for linear in self.linears:
-            linear.wide_weight()                 # allocates their shared buffer, so it's measured
+            backward.wide_weight(linear)         # allocates their shared buffer, so it's measured
         torch.cuda.empty_cache()
         self.held = torch.cuda.memory_reserved()
         self.limit = free_memory(limits.memory_gib)

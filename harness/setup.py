@@ -327,7 +327,8 @@ def load_kernels(device: torch.device, kernels: str | None = None) -> None:
     UserError if those don't run there.
     """
     if kernels == "torch":
-        ON_GPU.update(PLAIN, pack=nvfp4.plain_weight, GraphEngine=TorchEngine)
+        from fast import backward  # late: a CPU doesn't need it
+        ON_GPU.update(PLAIN | backward.GPU_VERSIONS, pack=nvfp4.plain_weight, GraphEngine=TorchEngine)
         return
     instead = "; try --kernels torch (untested there)"
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
@@ -340,7 +341,7 @@ def load_kernels(device: torch.device, kernels: str | None = None) -> None:
     if not importlib.util.find_spec("triton"):
         raise UserError(f"--device {device}: the kernels need Triton: pip install triton, or use "
                         "--kernels torch")
-    import fast  # late: it needs Triton
+    import fast.register  # late: it needs Triton
     if kernels:
         ON_GPU["GraphEngine"] = functools.partial(fast.decode.GraphEngine, kernels=kernels)
 

@@ -34,13 +34,13 @@ try:
     from triton import __version__ as TRITON
 except ImportError:  # not Linux: skip the kernel tests
     TRITON = ""
-NEEDS_TRITON = re.compile(r"^(import|from) (triton|marlin_fp4|fast\.(kernels|decode|hopper_fp4))\b"
+NEEDS_TRITON = re.compile(r"^(import|from) (triton|marlin_fp4|fast\.(kernels|decode|hopper_fp4|register))\b"
                           r"|^from fast import .*\b(kernels|decode|hopper_fp4)\b", re.M)
 if not TRITON:
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")
                       if NEEDS_TRITON.search(path.read_text(encoding="utf-8"))]
 if TRITON and torch.cuda.is_available():
-    import fast  # noqa: F401, registers the kernels, as harness/setup.py does
+    import fast.register  # noqa: F401, as harness/setup.py does
 
 
 class Tiny(NamedTuple):
@@ -68,6 +68,17 @@ def tiny_nvfp4(tmp_path_factory):
     out = tmp_path_factory.mktemp("nvfp4") / "tiny"
     calibrate.to_nvfp4(calibrate.source_of(ModelFolder(ROOT / "tiny"), torch.device("cpu")), out)
     return out
+
+
+@pytest.fixture(params=["autograd", "by hand"])
+def both(request, monkeypatch):
+    """Runs a test twice: as on a CPU, and with the hand-written backward passes of a GPU (fast/backward.py)."""
+    if request.param == "by hand":
+        from fast import backward
+        from ops import PLAIN
+        for name, function in backward.GPU_VERSIONS.items():
+            monkeypatch.setitem(PLAIN, name, function)
+    return request.param
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from helpers import TINY, same_bytes
 from tiny_qwen2 import held_by, plain_logits
 
 import calibrate
-import lora
 import model as qwen
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
@@ -170,7 +169,7 @@ def some_layer(tiny):
     files = WeightReader(ModelFolder(tiny["untied"].folder), "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
-    layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype, lora.Scratch())
+    layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype)
     return layer.requires_grad_(False), embed, config
 
 
@@ -183,7 +182,7 @@ def heard(layer, chunk):
 
 
 @torch.no_grad()
-def test_listener_hears_inputs_and_changes_no_result(tiny, some_layer):
+def test_listener_hears_inputs_and_changes_no_result(both, tiny, some_layer):
     layer, embed, config = some_layer
     chunk = Chunk(texts_of(tiny["untied"], (3, 9), (5, 1)), embed, config)
     want = layer(chunk.exact, *chunk.rope, chunk.attend)
@@ -204,7 +203,7 @@ def test_listener_hears_inputs_and_changes_no_result(tiny, some_layer):
 
 
 @torch.no_grad()
-def test_hessians_are_means_over_all_tokens(tiny, some_layer, monkeypatch):
+def test_hessians_are_means_over_all_tokens(both, tiny, some_layer, monkeypatch):
     monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 16)
     layer, embed, config = some_layer
     chunks = calibrate.chunks_of(texts_of(tiny["untied"], (3, 9), (5, 1), (2, 11)), embed, config)

@@ -27,14 +27,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr as const
 
-import attention
 import lora
 import marlin_fp4
 import model as model_module
 import nvfp4
 import sampler
 from aqn import noisy_norms
-from fast import decode, hopper_fp4, kernels
+from fast import backward, decode, hopper_fp4, kernels, register  # noqa: F401
 from files import UserError
 from ops import mm_fp32
 from sampler import DecodeBatch, Sampling
@@ -473,17 +472,20 @@ class As:
     def __getattr__(self, name):
         return getattr(self.weight, name)
 
+    def dequantize(self, out=None):
+        return self.weight.dequantize(out) if out is not None else self.weight.dequantize().to(self.dtype)
+
 
 def in_fp32_and_16_bits(model):
     """Rounds the inputs of the model's matmuls to fp32, yields, then does the same for DTYPE, the original."""
     norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)] + [model.final_norm]
     linears = [m for m in model.modules() if isinstance(m, lora.Linear)]
     kept = [(linear.weight, *((linear.working_a, linear.working_b) if linear.rank else ())) for linear in linears]
-    fast = attention.attend_spans                                          # takes 16-bit inputs only
+    fast = backward.attend_spans                                          # takes 16-bit inputs only
     lm_head = model.lm_head
     try:
         for dtype in (torch.float32, DTYPE):
-            attention.attend_spans = fast.reference if dtype == torch.float32 else fast
+            backward.attend_spans = fast.reference if dtype == torch.float32 else fast
             model.lm_head = lm_head.to(dtype)
             for norm in norms:
                 norm.dtype = dtype
@@ -493,7 +495,7 @@ def in_fp32_and_16_bits(model):
                     linear.working_a, linear.working_b = (t.to(dtype) for t in adapter)
             yield dtype
     finally:
-        attention.attend_spans = fast
+        backward.attend_spans = fast
 
 
 def reference_logprobs(model, kv, rows, temperature):

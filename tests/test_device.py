@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import attention
-import ops
+from fast import backward
 from files import UserError
 from harness import setup
 from harness.setup import choose_device, configure_cpu, load_kernels
@@ -66,8 +65,9 @@ def test_plain_kernels_need_no_triton(monkeypatch):
     monkeypatch.setattr(setup, "ON_GPU", registered)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     load_kernels(torch.device("cuda"), "torch")
-    assert registered["swiglu"] is ops.swiglu.reference
-    assert registered["attend_spans"] is attention.attend_spans.reference
+    assert registered["swiglu"] is backward.swiglu.reference
+    assert registered["attend_spans"] is backward.attend_spans.reference
+    assert registered["linear"] is backward.linear
     assert registered["GraphEngine"] is TorchEngine
     assert choose_device("cpu", ".", "torch") == torch.device("cpu")
     with pytest.raises(UserError, match="^--kernels portable needs a GPU"):

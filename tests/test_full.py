@@ -22,6 +22,8 @@ import evaluate
 import full
 import grpo
 import lora
+import model as model_py
+from fast import backward
 from files import UserError
 from harness.config import read_settings
 from learner import Batch, Learner
@@ -47,9 +49,10 @@ def some_learner(model, **changes):
 # The gradient
 
 @pytest.mark.parametrize("shape", FAMILIES)
-def test_gradient_matches_float64_autograd(tiny, shape, monkeypatch):
+def test_gradient_matches_float64_autograd(both, tiny, shape, monkeypatch):
     monkeypatch.setattr(test_learner, "merged", lambda tensors, leaves, scale: leaves)     # no adapter to merge
-    monkeypatch.setattr(full, "LOGIT_ROWS", 7)                              # several chunks, the last one smaller
+    monkeypatch.setattr(model_py, "LOGITS", 7 * 101)                             # several chunks, the last one smaller
+    monkeypatch.setattr(backward, "LOGIT_ROWS", 7)
     case = tiny[shape]
     model, weights = some_model(case)
     learner = some_learner(model, correction="ppo")

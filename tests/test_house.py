@@ -15,7 +15,11 @@ from pathlib import Path
 import pytest
 
 import attention
+import full
+import lora
+import model
 import ops
+from fast import backward
 
 ROOT = Path(__file__).parent.parent
 # The layers: a module may import its own row and the rows above it. Any other module belongs to METHOD, or, if it has
@@ -75,7 +79,7 @@ def row_of(name):
 
 
 def needs_triton(name):
-    return name == "marlin_fp4" or name.split(".")[0] == "fast"
+    return name == "marlin_fp4" or name.split(".")[0] == "fast" and name not in ("fast", "fast.backward")
 
 
 def test_imports_follow_layers_without_cycles():
@@ -100,10 +104,11 @@ def test_programs_import_env_before_torch(name):
 
 
 def test_kernel_signatures_match_references():
-    fast = {node.name: node for node in ast.parse(SOURCES["fast.kernels"]).body if isinstance(node, ast.FunctionDef)}
-    twins = [function for home in (attention, ops) for function in vars(home).values()
+    fast = {node.name: node for name in ("fast.backward", "fast.kernels") for node in ast.parse(SOURCES[name]).body
+            if isinstance(node, ast.FunctionDef)}
+    twins = [function for home in (attention, full, lora, model, ops, backward) for function in vars(home).values()
              if hasattr(function, "reference") and function.__module__ == home.__name__]
-    assert len(twins) >= 7
+    assert len(twins) >= 13
     for twin in twins:
         wanted, = ast.parse(inspect.getsource(twin.reference)).body
         got, want = (([a.arg for a in f.args.args], [*map(ast.unparse, f.args.defaults)], f.args.vararg is None)

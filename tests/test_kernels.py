@@ -19,10 +19,9 @@ import triton
 from races import races
 from test_decode import DEVICE, GPU, INTERPRETED, runs_kernels
 
-import attention
 import model
 import ops
-from fast import kernels
+from fast import backward, kernels
 
 gpu = pytest.mark.skipif(not GPU, reason="torch.compile's kernels need a GPU")
 HALVES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU     # numpy has no bf16
@@ -87,7 +86,7 @@ def test_learner_kernels_compile_without_races(sm, dtype, heads, monkeypatch):
 def test_swiglu_equals_plain_torch(M, width):
     y, rstd = 2 * torch.randn(M, 2 * width), torch.rand(M, 1) + 0.5
     want = torch.empty(M, width)
-    kept = ops.swiglu.reference(y, rstd, want)
+    kept = backward.swiglu.reference(y, rstd, want)
     for dtype in HALVES:
         wide = torch.full((M, width + 8), 7.0, device=DEVICE, dtype=dtype)                # a row stride
         rounded = kernels.swiglu(*there(y, rstd), wide[:, :width])
@@ -106,7 +105,7 @@ def test_swiglu_equals_plain_torch(M, width):
 def test_swiglu_backward_equals_plain_torch(M, width):
     y, rstd, dh = 2 * torch.randn(M, 2 * width), torch.rand(M, 1) + 0.5, torch.randn(M, width)
     want = torch.empty(M, 2 * width)
-    want_drstd = ops.swiglu_backward.reference(y, rstd, dh, want)
+    want_drstd = backward.swiglu_backward.reference(y, rstd, dh, want)
     wide = torch.full((M, 2 * width + 8), 7.0, device=DEVICE)                             # a row stride
     drstd = kernels.swiglu_backward(*there(y, rstd, dh), wide[:, :2 * width])
     assert (wide[:, :2 * width].cpu() - want).abs().max() < 1e-4
@@ -124,7 +123,7 @@ def test_scores_equal_plain_torch(c, V, live):
     products[:, live:] = 1e30                                             # e^1e30 is inf
     for dtype in (None, *HALVES):
         got, got_ahead = kernels.softmax_at(*there(products, scale, targets), live, dtype)
-        want, ahead = ops.softmax_at.reference(products.clone(), scale, targets, live, dtype)
+        want, ahead = backward.softmax_at.reference(products.clone(), scale, targets, live, dtype)
         assert (got.cpu() - torch.stack(want)).abs().max() < 1e-4         # a few times 2^-23 of logits of up to 50
         assert (got_ahead is None) == (ahead is None) == (dtype is None)
         if dtype:
@@ -142,7 +141,7 @@ def test_merge_equals_plain_torch(H, d):
     (out, other), (lse, other_lse) = torch.randn(2, 9, H, d), 9 * torch.randn(2, H, 9)
     got, got_lse = out.to(DEVICE, copy=True), torch.cat([lse, lse], 1).to(DEVICE)[:, :9]  # a row stride
     kernels.merge(got, got_lse, *there(other, other_lse))
-    attention.merge.reference(out, lse, other, other_lse)
+    backward.merge.reference(out, lse, other, other_lse)
     assert (got.cpu() - out).abs().max() < 1e-5 and (got_lse.cpu() - lse).abs().max() < 1e-5
 
 

@@ -117,7 +117,7 @@ CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
 @pytest.mark.parametrize("loss,changes,shape", [
     *((loss, CLIPS.get(loss, {}), "untied") for loss in grpo.LOSSES),
     ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
-def test_gradient_matches_float64_autograd(tiny, loss, changes, shape):
+def test_gradient_matches_float64_autograd(both, tiny, loss, changes, shape):
     changes = changes | {"correction": "ppo"}                             # then the rollout's noise makes the clip bind
     learner, tensors, batch, weights = some_step(tiny, loss, shape=shape, **changes)
     want, value, ratios = plain_gradient(tiny[shape], tensors, batch, loss, learner.loss)

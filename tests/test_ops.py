@@ -1,5 +1,5 @@
 """
-The hand-written backwards of MLP and log-probs against float64 autograd on full tensors; how ops picks a kernel.
+MLP and log-probs, by autograd and by hand, against float64 autograd on full tensors; how ops picks a kernel.
 
 python -m pytest tests/test_ops.py -v
 """
@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model as model_py
 import ops
+from fast import backward
 from lora import Linear, attach
+from model import mlp, token_logprobs
 from nvfp4 import freeze
-from ops import elementwise, mlp, mm, mm_fp32, softmax_at, swiglu, swiglu_backward, token_logprobs, twin_in_kernels
+from ops import elementwise, mm_fp32, replaced_on_gpu
 
 # -----------------------------------------------------------------------------
 # Which twin runs
@@ -25,7 +28,7 @@ def on_gpu(*shape):
     return torch.zeros(shape).as_subclass(OnGpu)
 
 
-@twin_in_kernels
+@replaced_on_gpu
 def halve(x, by=2.0):
     """x / by."""
     return "reference", x, by
@@ -75,7 +78,7 @@ def test_matmuls_sum_in_fp32_and_round_once(dtype, M, K, N):
     wider = torch.full((M, N + 3), 7.0)
     into = mm_fp32(a, b, out=wider[:, :N])                                 # some columns of a wider matrix
     assert into.data_ptr() == wider.data_ptr() and (wider[:, N:] == 7).all()
-    for got, out_dtype in ((mm_fp32(a, b), torch.float32), (into, torch.float32), (mm(a, b), dtype)):
+    for got, out_dtype in ((mm_fp32(a, b), torch.float32), (into, torch.float32), (backward.mm(a, b), dtype)):
         u = torch.finfo(out_dtype).eps / 2
         assert got.dtype == out_dtype
         assert ((got.double() - want).abs() <= 1.01 * u * want.abs() + K * 2.0**-24 * scale).all()
@@ -83,28 +86,6 @@ def test_matmuls_sum_in_fp32_and_round_once(dtype, M, K, N):
 
 # -----------------------------------------------------------------------------
 # The MLP
-
-@pytest.mark.parametrize("M,width", [(1, 16), (5, 100)])
-def test_swiglu_and_backward_match_autograd(M, width):
-    torch.manual_seed(0)
-    y, rstd = (2 * torch.randn(M, 2 * width)).requires_grad_(), (torch.rand(M, 1) + 0.5).requires_grad_()
-    upstream, wider = torch.randn(M, width), torch.full((M, width + 8), 7.0)
-    exact = [t.detach().double().requires_grad_() for t in (y, rstd)]
-    gate, up = (exact[0] * exact[1]).chunk(2, dim=-1)
-    want = gate / (1 + torch.exp(-gate)) * up
-    dy, drstd = torch.autograd.grad(want, exact, upstream.double())
-    with torch.no_grad():
-        kept = swiglu(y, rstd, wider[:, :width])
-        assert torch.equal(kept, y) and (wider[:, width:] == 7).all()
-        assert (wider[:, :width] - want).abs().max() < 1e-5 * want.abs().max()
-        half = torch.empty(M, width, dtype=torch.bfloat16)
-        assert torch.equal(swiglu(y, rstd, half), y.bfloat16())           # keeps y in h's dtype
-        assert ((half - want).abs() <= 2.0**-8 * want.abs() + 1e-5).all()
-        wide = torch.full((M, 2 * width + 4), 7.0)
-        got = swiglu_backward(y, rstd, upstream, wide[:, :2 * width])
-    assert (wide[:, :2 * width] - dy).abs().max() < 1e-5 * dy.abs().max() and (wide[:, 2 * width:] == 7).all()
-    assert got.shape == (M, 1) and (got - drstd).abs().max() < 1e-5 * drstd.abs().max()
-
 
 def an_mlp(base, D, width, R=0, alpha=4):
     """-> gate_up and down, with a nonzero adapter of rank R."""
@@ -123,7 +104,7 @@ def an_mlp(base, D, width, R=0, alpha=4):
 
 @pytest.mark.parametrize("base", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("adapter", [False, True])
-def test_mlp_gradients_match_autograd_through_merged_matrices(base, adapter):
+def test_mlp_gradients_match_autograd_through_merged_matrices(both, base, adapter):
     torch.manual_seed(0)
     M, D, width, R, alpha = 9, 64, 48, 4, 10
     gate_up, down = an_mlp(base, D, width, adapter * R, alpha)
@@ -149,52 +130,13 @@ def test_mlp_gradients_match_autograd_through_merged_matrices(base, adapter):
         assert (got.grad - e.grad).abs().max() < 1e-5 * e.grad.abs().max()
 
 
-@pytest.mark.parametrize("grad_enabled", [True, False])
-def test_gate_up_is_kept_only_for_a_backward_pass(monkeypatch, grad_enabled):
-    # With keep=False, a GPU's swiglu returns nothing.
-    kept = []
-
-    def as_on_a_gpu(y, rstd, h, keep=True):
-        kept.append(keep)
-        result = swiglu(y, rstd, h)
-        return result if keep else None
-
-    monkeypatch.setattr(ops, "swiglu", as_on_a_gpu)
-    gate_up, down = an_mlp("bf16", 16, 16, R=4)
-    with torch.set_grad_enabled(grad_enabled):
-        out = mlp(gate_up, down, torch.randn(3, 16, requires_grad=True), torch.ones(3, 1))
-    assert kept == [grad_enabled] == [out.requires_grad]
-    if grad_enabled:
-        out.sum().backward()
-        assert gate_up.a.grad.any() and down.b.grad.any()
-
-
 # -----------------------------------------------------------------------------
 # Log-probs
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("c,V,live", [(1, 5, 5), (3, 101, 90)])
-def test_softmax_at_covers_the_live_logits(c, V, live, dtype):
-    torch.manual_seed(0)
-    products, scale, targets = 9 * torch.randn(c, V), torch.rand(c, 1) + 0.5, torch.randint(live, (c,))
-    products[:, live:] = 1e30                                             # e^1e30 is inf
-    logits = products[:, :live].double() * scale.double()
-    p = logits.softmax(-1)
-    (picked, lse, mean), ahead = softmax_at(products.clone(), scale, targets, live, dtype)
-    assert (picked - logits[torch.arange(c), targets]).abs().max() < 1e-5
-    assert (lse - logits.logsumexp(-1)).abs().max() < 1e-5
-    assert (mean - (p * logits).sum(-1)).abs().max() < 1e-4
-    if dtype is None:
-        assert ahead is None
-        return
-    want = F.one_hot(targets, live) - p
-    assert ahead.shape == (c, V) and ahead.dtype == dtype and not ahead[:, live:].any()
-    assert (ahead[:, :live] - want).abs().max() < (1e-5 if dtype == torch.float32 else 2**-8)
-
-
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_logprob_gradient_matches_autograd(monkeypatch, chunk):
-    monkeypatch.setattr(ops, "LOGIT_ROWS", chunk)
+def test_logprob_gradient_matches_autograd(both, monkeypatch, chunk):
+    monkeypatch.setattr(model_py, "LOGITS", 50 * chunk)
+    monkeypatch.setattr(backward, "LOGIT_ROWS", chunk)
     torch.manual_seed(0)
     n, D, V, padding, temperature = 17, 32, 50, 11, 0.7
     x, head, targets = torch.randn(n, D), torch.randn(V, D) / 3, torch.randint(V, (n,))
