@@ -105,20 +105,33 @@ def read_rows(path: Path) -> list[tuple[int, object]]:
         if not isinstance(rows, list):
             raise UserError(f"{path}: expected a list of rows, got {short_repr(rows)}")
         return list(enumerate(rows, 1))
+    return parse_lines(text, path)
+
+
+def parse_lines(text: str, place: str | Path) -> list[tuple[int, object]]:
+    """The value of each line of JSON, with its number from 1. Blank lines are skipped."""
     # Not splitlines(): it also splits at U+2028, which may occur inside a JSON string.
-    return [(number, parse_json(line, f"{path}:{number}"))
+    return [(number, parse_json(line, f"{place}:{number}"))
             for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def parse_json(text: str | bytes, place: str | Path) -> object:
-    """The value of a JSON text. UserError, naming `place`, if it isn't JSON. NaN and Infinity
-    aren't, although json.loads accepts them.
+    """The value of a JSON text. UserError, naming `place`, if it isn't JSON. NaN, Infinity and an
+    object with two values for one key aren't, although json.loads accepts them.
     """
     def refuse_constant(name):
         raise ValueError(f"{name} is not JSON")
 
+    def to_dict(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"it has {twice!r} twice")
+        return value
+
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return json.loads(text, parse_constant=refuse_constant, object_pairs_hook=to_dict)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: is not JSON ({first_line(error)})") from None
 

@@ -274,16 +274,22 @@ def encode_prompts(tokenizer: Tokenizer, problems: list[Problem], style: str,
     return [p for p in encoded if len(p.prompt) <= max_tokens]
 
 
+# Text that may have been a number: programs write 0.00003 as 3e-05, which as math is 3 times e,
+# minus 5. nan is an empty cell of a table.
+NO_MATH = re.compile(r".*\d\.?[eE][-+]?\d.*|nan|NaN|None|null", re.DOTALL)
+
+
 def readable_problems(problems: list[Problem], source: str, reward: str | None) -> list[Problem]:
     """The problems whose answer the grader can read, or all with --reward; prints how many are
     skipped.
     """
-    readable = [p for p in problems if reward or can_read(p.answer)]
-    unreadable = len(problems) - len(readable)
+    readable, unreadable = [], []
+    for p in problems:
+        is_readable = reward or not NO_MATH.fullmatch(p.answer) and can_read(p.answer)
+        (readable if is_readable else unreadable).append(p)
     if unreadable:
-        example = next(p.answer for p in problems if not can_read(p.answer))
-        say(f"{source}: {counted(unreadable, 'problem')} skipped because the grader can't read "
-            f"answers such as {example[:60]!r}")
+        say(f"{source}: {counted(len(unreadable), 'problem')} skipped because the grader can't read "
+            f"answers such as {unreadable[0].answer[:60]!r}")
     return readable
 
 

@@ -44,11 +44,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
+import hub
 import nvfp4
 from files import (
     UserError,
     counted,
-    first_line,
     new_folder,
     read_json,
     short_repr,
@@ -82,13 +82,8 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(snapshot_download(hub_id(str(name)), allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UserError(f"--model {name}: cannot be downloaded ({first_line(error)})") from None
+    return hub.snapshot(f"--model {name}", hub_id(str(name)), patterns)
 
 
 class ModelFolder:

@@ -342,6 +342,11 @@ def settings_in(file: dict, path: str | Path | None) -> dict:
     """
     parser = FileParser(prog=str(path), add_help=False, allow_abbrev=False)
     add_flags(parser, local=False)
+    for name, value in file.items():
+        if value == "":
+            parser.error(f"{name}: the value is empty")
+        if "-" in name and name.replace("-", "_") in file:
+            parser.error(f"{name}: is there twice, also as {name.replace('-', '_')}")
     flags = [f"{option(name)}={value}" for name, value in file.items()
              if name not in NO_SETTINGS and value is not None]
     return with_absolute_paths(vars(parser.parse_args(flags)))

@@ -67,7 +67,7 @@ class Reward:
         parts = value if isinstance(value, dict) else {"reward": value}
         try:
             numbers = {str(name): float(part) for name, part in parts.items()
-                       if not isinstance(part, str)}
+                       if not isinstance(part, (str, bytes))}
         except (TypeError, ValueError, OverflowError):
             numbers = {}
         if len(numbers) < len(parts) or set(numbers) <= {"shaping"} or any(

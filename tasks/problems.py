@@ -7,19 +7,22 @@ Problems from a file, a data set or a generator.
 A row without a question or an answer is an error that names the file and line, because skipping it
 would silently train on a different data set.
 """
+import math
 import os
 import random
 import re
-import shutil
 import urllib.request
+from ctypes import c_float
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cache, lru_cache
+from http.client import HTTPException
 from pathlib import Path
 
-import huggingface_hub
 from huggingface_hub import constants
 
-from files import UserError, read_rows, short_repr
+import hub
+from files import UserError, first_line, parse_lines, read_rows, short_repr, write_atomically
 from grader.boxes import last_box
 from tasks.arithmetic import arithmetic
 
@@ -103,13 +106,9 @@ def fetch_split(source: str, split: str) -> list[Path]:
     """
     where = KNOWN.get(source, source).format(split=split)
     repository, _, folder = where.partition(":")
-    try:
-        if repository == "https":
-            return [download(where, f"{source}_{split}.jsonl")]
-        root = hub_files(repository, folder)
-    except Exception as error:                   # hub, httpx and urllib have no common base class
-        raise UserError(f"cannot fetch {where} into {constants.HF_HOME}: "
-                        f"{type(error).__name__}: {error}") from error
+    if repository == "https":
+        return [download(where, f"{source}_{split}.jsonl")]
+    root = hub_files(repository, folder)
     files = sorted(path for path in (root / folder).rglob(f"{split}*")
                    if names_a_file(path) and re.match(rf"{split}(?![a-z])", path.name))
     folders = sorted({path.parent.relative_to(root).as_posix() for path in files})
@@ -124,18 +123,24 @@ def fetch_split(source: str, split: str) -> list[Path]:
 def hub_files(repository: str, folder: str) -> Path:
     """The local copy of a data set on the hub. Cached, since it has both splits."""
     patterns = [os.path.join(folder, f"*{suffix}") for suffix in SUFFIXES]
-    return Path(huggingface_hub.snapshot_download(repository, repo_type="dataset",
-                                                  allow_patterns=patterns))
+    return hub.snapshot(f"--data {repository}", repository, patterns, "dataset")
 
 
 def download(url: str, name: str) -> Path:
+    """The local copy of a file with a row per line, downloaded if necessary."""
     path = Path(constants.HF_HOME) / "qerl" / name
     if not path.exists():
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+                data = response.read()           # IncompleteRead if the connection breaks off
+            text = data.decode("utf-8-sig")
+        except (OSError, HTTPException, ValueError) as error:
+            raise UserError(f"{url}: cannot be downloaded ({first_line(error)})") from None
+        # Not all servers say how long a file is, and a proxy may answer with a page of its own.
+        for number, row in parse_lines(text, url) or [(1, None)]:
+            to_problem(row, url, number)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = f"{path}.{os.getpid()}.part"
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response, open(part, "wb") as f:
-            shutil.copyfileobj(response, f)
-        os.replace(part, path)                   # only a complete download gets this name
+        write_atomically(path, data)
     return path
 
 
@@ -145,11 +150,13 @@ def download(url: str, name: str) -> Path:
 # The names of these fields in data sets. The first nonempty one counts.
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
+# A conversation as text: JSON, Python's repr of it, or a chat template's output.
+CHAT_AS_TEXT = re.compile(r"""\s*(<\|im_start\|>|\[?\s*\{\s*["'](role|content|from|value)["']\s*:)""")
 # A number whose commas separate thousands, such as 1,234,567 or 1,234.5, but not 0,5 or 1,2.
 GROUPED_DIGITS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 
 
-def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) -> Problem:
+def to_problem(row: object, path: str | Path, number: int, needs_gold: bool = True) -> Problem:
     """The problem in a row of GSM8K, MATH, DAPO, BigMath or any file with the same field names.
 
     path, number: file and line, for messages. UserError if the row can't be used.
@@ -158,7 +165,10 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, got {short_repr(row)}")
     system = None
-    match next((row[name] for name in QUESTIONS if row.get(name)), ""):
+    match next((row[name] for name in QUESTIONS if row.get(name) not in (None, "")), ""):
+        case str(text) if CHAT_AS_TEXT.match(text):
+            raise UserError(f"{where}: the question is a conversation in the form of text: expected "
+                            f"its words, or a list of turns, got {short_repr(text)}")
         case str(text) | [{"role": "user", "content": str(text)}]:
             question = text.strip()
         case [{"role": "system", "content": str(first)}, {"role": "user", "content": str(text)}]:
@@ -166,7 +176,7 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
         case other:
             raise UserError(f"{where}: the question must be text, or a chat with one user turn "
                             f"after at most one system turn, got {short_repr(other)}")
-    answer = find_gold(row)
+    answer = find_gold(row, where, needs_gold)
     for what, value, names in ("question", question, QUESTIONS), ("answer", answer, GOLDS):
         if not value and (what == "question" or needs_gold):
             held = {name: row[name] for name in names if name in row} or list(row)
@@ -176,24 +186,30 @@ def to_problem(row: object, path: Path, number: int, needs_gold: bool = True) ->
         (question + (answer or "") + (system or "")).encode()
     except UnicodeEncodeError as error:          # JSON allows "\ud800", half of a pair
         raise UserError(f"{where}: not valid Unicode ({error})") from None
-    names = row.get("id"), row.get("unique_id"), f"{path.stem}-{number}"
+    names = row.get("id"), row.get("unique_id"), f"{Path(path).stem}-{number}"
     name = next(str(name) for name in names if name is not None)
     return Problem(name, question, answer or "", row=row, system=system)
 
 
-def find_gold(row: dict) -> str | None:
+def find_gold(row: dict, where: str = "", needed: bool = False) -> str | None:
     """The gold answer of a row as text, or None.
 
     In GSM8K it follows #### in a worked solution, in MATH it is in the solution's last box. The
-    first field of GOLDS with an answer counts.
+    first field of GOLDS with an answer counts. needed: UserError, naming `where`, if an earlier
+    field has a value of another type.
     """
     reward = row.get("reward_model")             # has the gold answer in the original DAPO
     fields = {**row, **reward} if isinstance(reward, dict) else row
     for name in GOLDS:
         value = fields.get(name)
-        if type(value) not in (str, int, float):
+        if value is None or value != value:      # in a table, NaN stands for an empty cell
             continue
-        text = str(value).strip()
+        if type(value) not in (str, int, float) or value in (math.inf, -math.inf):
+            if needed:
+                raise UserError(f"{where}: {name} must be text or a number, got "
+                                f"{short_repr(value)}")
+            continue
+        text = (plain_number(value) if isinstance(value, float) else str(value)).strip()
         marked = "####" in text
         if marked:
             text = text.rsplit("####", 1)[1].strip()
@@ -208,6 +224,18 @@ def find_gold(row: dict) -> str | None:
             continue
         if text:
             return text
+
+
+def plain_number(value: float) -> str:
+    """A float without an exponent, rounded to 12 digits unless it is an integer. str() writes
+    3e-05, which as math is 3 times e, minus 5, and 0.30000000000000004, which isn't 0.3.
+    """
+    if value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    rounded = Decimal(f"{value:.12g}")
+    if float(rounded) != value == c_float(value).value:          # a table's fp32 has 7 digits
+        rounded = Decimal(f"{value:.7g}")
+    return f"{rounded:f}"
 
 
 # -----------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_wrong_data_is_found_before_weights_are_downloaded(tmp_path, monkeypatch
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1"}\n')
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download",
-                        lambda name, allow_patterns: asked.extend(allow_patterns) or TINY)
+                        lambda name, repo_type, allow_patterns: asked.extend(allow_patterns) or TINY)
     with pytest.raises(SystemExit, match="bad.jsonl:1"):
         run_here(tmp_path, monkeypatch, *argv, "--model", "some/model", "--data", "bad.jsonl", "--device", "cpu")
     assert "*.json" in asked and "*.safetensors" not in asked

@@ -12,9 +12,12 @@ from helpers import ROOT, run_main, save_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import write_folder
 
-from files import UserError
+from files import Stopped, UserError
+from harness.config import read_settings
 from model import load
-from prompts import Tokenizer
+from prompts import Tokenizer, readable_problems
+from tasks.plugin import Reward
+from tasks.problems import Problem, find_gold, load_problems
 from tools import convert
 from weights import NVFP4_CONFIG, read_config, read_peft_config
 
@@ -142,3 +145,58 @@ def test_converted_norms_and_biases_keep_their_numbers(tiny, tmp_path, monkeypat
     tokens = torch.arange(24).view(2, 12) * 4
     with torch.no_grad():
         assert torch.equal(*(load(path, "nvfp4", "cpu")(tokens) for path in (source, tmp_path / "out")))
+
+
+# -----------------------------------------------------------------------------
+# A value's text reaches a reader with another grammar
+
+@pytest.mark.parametrize("value,text", [
+    (0.00003, "0.00003"), (1e17, "1" + "0" * 17), (6.02e23, "602" + "0" * 21), (0.1 + 0.2, "0.3"), (3.0, "3"),
+    (-0.0, "0"), (2 / 3, "0.666666666667"), (2.0**53 - 1, "9007199254740991"), (10**20, "1" + "0" * 20),
+    (torch.tensor(0.1).item(), "0.1"), (1 / 2048, "0.00048828125")])
+def test_gold_numbers(value, text):
+    assert find_gold({"answer": value}) == text
+
+
+@pytest.mark.parametrize("text", ["3e-05", "1E17", "-2.e+3", "(1, 2e-7)", "nan", "NaN", "None", "null"])
+def test_golds_that_were_numbers_are_skipped_and_counted(text, capsys):
+    problems = [Problem(answer, "q", answer) for answer in (text, "2e", "3e^{-5}", "7")]
+    assert readable_problems(problems, "x.jsonl", None) == problems[1:]
+    assert "1 problem skipped" in capsys.readouterr().out and readable_problems(problems, "", "mine:f") == problems
+
+
+def test_rewards_parts_are_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(completion, problem):\n    return {'a': b'3'}\n")
+    with pytest.raises(Stopped, match="--reward mine:f returned"):
+        Reward("mine:f")("", Problem("1", "q", "2"))
+
+
+# -----------------------------------------------------------------------------
+# A field that can't be used, and one that is there twice
+
+TURNS = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize("row,named", [
+    *((f'{{"question": "q", "answer": {value}, "solution": "3"}}', "answer")
+      for value in ("false", "true", "[3]", "[]", '{"value": 3}', "1e999", "-1e999")),
+    ('{"question": "q", "reward_model": {"ground_truth": [3]}, "solution": "3"}', "ground_truth"),
+    *((json.dumps({"question": value, "problem": "q", "answer": "3"}), "question")
+      for value in (0, False, [], {}, json.dumps(TURNS), repr(TURNS), json.dumps(TURNS[0]),
+                    '[{"from": "human", "value": "1+1?"}]', "<|im_start|>user\n1+1?<|im_end|>")),
+    ('{"question": "q", "answer": "3", "answer": "4"}', "answer.*twice"),
+    ('{"question": "q", "answer": "3", "more": {"a": 1, "a": 2}}', "a.*twice")])
+def test_rows(tmp_path, row, named):
+    (tmp_path / "x.jsonl").write_text(row)
+    with pytest.raises(UserError, match=f"x.jsonl:1: .*{named}"):
+        load_problems(str(tmp_path / "x.jsonl"))
+
+
+@pytest.mark.parametrize("text,named", [
+    ('{"steps": 3, "steps": 4}', "steps.*twice"), ('{"group-size": 4, "group_size": 8}', "group-size.*twice"),
+    ('{"eval_data": ""}', "eval_data.*empty"), ('{"group-size": 4, "adapter": ""}', "adapter.*empty")])
+def test_configs(tmp_path, text, named):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=f"x.json: .*{named}"):
+        read_settings(["--config", str(tmp_path / "x.json")])
