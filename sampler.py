@@ -61,7 +61,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -158,7 +158,7 @@ class Rollouts:
 
 
 # -----------------------------------------------------------------------------
-# The sampler: which rows run, and where their keys and values are
+# The sampler
 
 class Sampler:
     """Samples answers, with its own KV cache.
@@ -174,7 +174,7 @@ class Sampler:
                  kv_gib: float | None = None, engine: Callable | None = None):
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = (engine or engine_for(model.device))(model, kv, max_rows)
-        self.pool = BlockPool(kv.shape[2])
+        self.kv_blocks = kv.shape[2]
         self.max_length = max_length
         self.max_rows = max_rows
 
@@ -191,21 +191,18 @@ class Sampler:
         """
         began = time.perf_counter()
         sequences = self._sequences(prompts, group_size, sampling, places)
-        # A new pool, since a call that raised an exception didn't return its kv_blocks.
-        self.pool = BlockPool(self.engine.kv.shape[2])
-        waiting = deque(sequences)
-        running = []                             # the rows of the decode batch, oldest first
+        scheduler = Scheduler(sequences, self.engine, self.kv_blocks, self.max_rows)
         computed = 0
-        while waiting or running:
-            self._admit(waiting, running)
-            self._grow(waiting, running)
+        while not scheduler.done:
+            self._prefill(scheduler.admit())
+            running = scheduler.grow()
             steps = min(self.engine.window, max(s.limit - s.pos for s in running))
             computed += steps * self.engine.batch_size(len(running))
-            computing = list(running)            # rows that end in this window leave `running`
             drawn = self.engine.decode(self._decode_batch(running), steps, sampling)
-            made = self._record(running, drawn, sampling.end_ids)
+            made = record(running, drawn, sampling.end_ids)
+            scheduler.remove_ended()
             if progress:
-                progress(made, computing)
+                progress(made, running)
         rows = [sequence.as_row() for sequence in sequences]
         return Rollouts(rows, time.perf_counter() - began, computed)
 
@@ -251,40 +248,6 @@ class Sampler:
                                           limit))
         return sequences
 
-    def _admit(self, waiting, running):
-        """Moves sequences from the queue to the batch while rows and kv_blocks last, and prefills
-        their prefixes.
-        """
-        new = []
-        while waiting and len(running) < self.max_rows:
-            prefix = waiting[0].prefix
-            # This row and each running row may need one more kv_block in the next window. Without
-            # that reserve, _grow would preempt this one right away and waste its prefill.
-            if prefix.missing + 1 + len(running) > len(self.pool):
-                if running:
-                    break
-                self._free_waiting_prefixes(waiting, running)    # now the entire pool is free
-            if prefix.missing:
-                prefix.blocks = self.pool.allocate(prefix.missing)
-                new.append(prefix)
-            running.append(waiting.popleft())
-        self._prefill(new + self._ride_along(new, waiting, len(running)))
-
-    def _ride_along(self, new, waiting, rows):
-        """Allocates kv_blocks for the next waiting prefixes that fit into the prefill of `new`."""
-        # In kv_blocks. Two per running row stay free, or the extra prefixes would soon be evicted.
-        room = min(self.engine.prefill_ahead - sum(len(prefix.blocks) for prefix in new),
-                   len(self.pool) - 2 * (rows + 1))
-        along = []
-        for s in waiting if new else ():
-            if s.prefix.missing > room:
-                break
-            if s.prefix.missing:
-                room -= s.prefix.missing
-                s.prefix.blocks = self.pool.allocate(s.prefix.missing)
-                along.append(s.prefix)
-        return along
-
     def _prefill(self, prefixes):
         """Prefills prefixes in packs of at most PREFILL_TOKENS tokens; a longer one goes alone."""
         batches = [[]]
@@ -299,35 +262,131 @@ class Sampler:
             tokens = torch.tensor([t for p in batch for t in p.tokens])
             self.engine.prefill(tokens, torch.cat(blocks), lengths)
 
-    def _grow(self, waiting, running):
-        """Gives every row its kv_blocks for the next window, oldest row first. When the pool runs
-        dry, it frees prefixes that no row uses, then preempts the newest row.
+    def _decode_batch(self, running):
+        """The DecodeBatch of the running sequences."""
+        columns = len(DecodeBatch._fields) - 1
+        width = blocks_for(self.max_length) + 1
+        values = np.zeros((len(running), columns + width), dtype=np.int64)
+        groups = {}                              # prefix -> its number
+        for line, s in zip(values, running):
+            group = groups.setdefault(s.prefix, len(groups))
+            known = [s.token, s.pos, len(s.prefix.tokens), group, s.limit, s.key,
+                     *s.prefix.blocks, *s.blocks]
+            line[:len(known)] = known
+        values = torch.from_numpy(values)
+        return DecodeBatch(*values[:, :columns].T, table=values[:, columns:])
+
+
+def record(running: list["Sequence"], drawn: tuple, end_ids: tuple[int, ...]) -> int:
+    """Adds a window's tokens to the sequences -> how many. drawn: from the engine's decode().
+    files.Stopped if a log-prob is not finite.
+    """
+    tokens, logprobs, made = drawn
+    logprobs = logprobs.cpu()
+    made = made.cpu()
+    # (steps, n): True up to a row's end
+    counts = torch.arange(len(logprobs))[:, None] < made
+    if not logprobs[counts].isfinite().all():
+        raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
+                      "or the weights or the adapter are too large")
+    tokens = tokens.cpu().T.tolist()
+    logprobs = logprobs.T.tolist()
+    made = made.tolist()
+    for row, s in enumerate(running):
+        s.completion += tokens[row][:made[row]]
+        s.logprobs += logprobs[row][:made[row]]
+        s.token = s.completion[-1]
+        s.pos += made[row]
+        s.finished = s.token in end_ids
+    return sum(made)
+
+
+# -----------------------------------------------------------------------------
+# The scheduler: which rows run, and where their keys and values are
+
+class Scheduler:
+    """One call's queue and batch, and the kv_blocks of both."""
+
+    def __init__(self, sequences: list["Sequence"], engine: "TorchEngine", kv_blocks: int,
+                 max_rows: int):
+        self.engine = engine
+        self.max_rows = max_rows
+        self.pool = BlockPool(kv_blocks)
+        self.waiting = deque(sequences)
+        self.running = []                        # the rows of the decode batch, oldest first
+
+    @property
+    def done(self) -> bool:
+        return not (self.waiting or self.running)
+
+    def admit(self) -> list["Prefix"]:
+        """Moves sequences from the queue to the batch while rows and kv_blocks last -> the prefixes
+        to prefill.
+        """
+        new = []
+        while self.waiting and len(self.running) < self.max_rows:
+            prefix = self.waiting[0].prefix
+            # This row and each running row may need one more kv_block in the next window. Without
+            # that reserve, grow() would preempt this one right away and waste its prefill.
+            if prefix.missing + 1 + len(self.running) > len(self.pool):
+                if self.running:
+                    break
+                self._free_waiting_prefixes()    # now the entire pool is free
+            new += self._allocate(prefix)
+            self.running.append(self.waiting.popleft())
+        if new:
+            # Two per running row stay free, or the extra prefixes would soon be evicted.
+            room = len(self.pool) - 2 * (len(self.running) + 1)
+            for prefix in self.engine.prefill_early(new, self.waiting, room):
+                new += self._allocate(prefix)
+        return new
+
+    def _allocate(self, prefix):
+        """Gives a prefix its kv_blocks -> [prefix] if it had none, else []."""
+        if not prefix.missing:
+            return []
+        prefix.blocks = self.pool.allocate(prefix.missing)
+        return [prefix]
+
+    def grow(self) -> list["Sequence"]:
+        """Gives every row its kv_blocks for the next window, oldest row first -> the rows that run
+        in it. When the pool runs dry, it frees prefixes that no row uses, then preempts the newest
+        row.
         """
         i = 0
-        while i < len(running):
-            s = running[i]
+        while i < len(self.running):
+            s = self.running[i]
             end = min(s.pos + self.engine.window, s.limit)
             need = blocks_for(end - len(s.prefix.tokens)) - len(s.blocks)
             if need > len(self.pool):
-                self._free_waiting_prefixes(waiting, running)
+                self._free_waiting_prefixes()
             if need <= len(self.pool):
                 s.blocks += self.pool.allocate(need)
                 i += 1
             else:
-                self._preempt(running.pop(), waiting)
+                self._preempt()
                 # The preempted row goes next; prefixes behind it must not hold it up.
-                self._free_waiting_prefixes(waiting, running)
-                assert running, "the pool has room for one sequence: see allocate_kv"
+                self._free_waiting_prefixes()
+                assert self.running, "the pool has room for one sequence: see allocate_kv"
+        return list(self.running)
 
-    def _preempt(self, s, waiting):
-        """Takes back a running sequence's kv_blocks and puts it at the front of the queue.
+    def remove_ended(self) -> None:
+        """Frees the kv_blocks of the rows that ended."""
+        for s in self.running:
+            if s.ended:
+                self._release(s)
+        self.running = [s for s in self.running if not s.ended]
+
+    def _preempt(self):
+        """Takes back the newest row's kv_blocks and puts it at the front of the queue.
 
         Its prompt and tokens so far, except the last, become its own prefix, prefilled when it
         resumes. It keeps its position and key, and with them its random numbers.
         """
+        s = self.running.pop()
         self._release(s)
         s.prefix = Prefix((s.prompt + s.completion)[:-1], users=1)
-        waiting.appendleft(s)
+        self.waiting.appendleft(s)
 
     def _release(self, s):
         """Frees a sequence's own kv_blocks, and those of its prefix if it is the last user."""
@@ -336,57 +395,12 @@ class Sampler:
         if s.prefix.users == 0:
             self.pool.free(s.prefix.blocks)
 
-    def _free_waiting_prefixes(self, waiting, running):
+    def _free_waiting_prefixes(self):
         """Frees the prefixes that only waiting sequences use; they are prefilled again later."""
-        in_use = {s.prefix for s in running}
-        for s in waiting:
+        in_use = {s.prefix for s in self.running}
+        for s in self.waiting:
             if s.prefix not in in_use:
                 self.pool.free(s.prefix.blocks)
-
-    def _decode_batch(self, running):
-        """Copies the running rows to the device as one tensor."""
-        siblings = [0] * len(running)
-        most_siblings = self.engine.most_siblings(len(running))
-        first = 0
-        for row, s in enumerate(running):
-            if s.prefix is not running[first].prefix or row - first == most_siblings:
-                first = row
-            siblings[first] += 1
-        columns = len(DecodeBatch._fields) - 1
-        width = blocks_for(self.max_length) + 1
-        values = np.zeros((len(running), columns + width), dtype=np.int64)
-        for line, s, count in zip(values, running, siblings):
-            state = [s.token, s.pos, len(s.prefix.tokens), count, s.limit, s.key]
-            known = [*state, *s.prefix.blocks, *s.blocks]
-            line[:len(known)] = known
-        values = torch.from_numpy(values).to(self.engine.kv.device)
-        return DecodeBatch(*values[:, :columns].T.contiguous(), table=values[:, columns:])
-
-    def _record(self, running, drawn, end_ids):
-        """Adds a window's tokens to the sequences, removes those that ended from the batch, and
-        returns the number of new tokens. drawn: from the engine's decode().
-        """
-        tokens, logprobs, made = drawn
-        logprobs = logprobs.cpu()
-        made = made.cpu()
-        # (steps, n): True up to a row's end
-        counts = torch.arange(len(logprobs))[:, None] < made
-        if not logprobs[counts].isfinite().all():
-            raise Stopped("a sampled token's log-prob is not finite: the temperature is too low, "
-                          "or the weights or the adapter are too large")
-        tokens = tokens.cpu().T.tolist()
-        logprobs = logprobs.T.tolist()
-        made = made.tolist()
-        for row, s in enumerate(running):
-            s.completion += tokens[row][:made[row]]
-            s.logprobs += logprobs[row][:made[row]]
-            s.token = s.completion[-1]
-            s.pos += made[row]
-            s.finished = s.token in end_ids
-            if s.ended:
-                self._release(s)
-        running[:] = [s for s in running if not s.ended]
-        return sum(made)
 
 
 # -----------------------------------------------------------------------------
@@ -502,16 +516,12 @@ def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | Non
 # The engine: prefills and decode steps
 
 class DecodeBatch(NamedTuple):
-    """The running rows as input to a window of decode steps: (n,) int64 tensors on the device.
-
-    siblings: rows that share a prefix are neighbors, and a kernel may read the prefix once for up
-    to engine.most_siblings(n) of them. The first of these rows holds their number, the others 0:
-    3 0 0 1 for three rows that share a prefix and one with a different prefix.
-    """
+    """The running rows as input to a window of decode steps: (n,) int64 tensors, on the CPU."""
     token: Tensor                                # the next input
     pos: Tensor                                  # its position
     prefix: Tensor                               # length of the row's prefix, in tokens
-    siblings: Tensor                             # see above
+    group: Tensor                                # rows that share a prefix are neighbors and have
+                                                 # the same number, which a kernel may use
     limit: Tensor                                # the position of the last token that may be drawn
     key: Tensor                                  # of the row's randomness, see row_key
     table: Tensor                                # (n, width) kv_blocks: the prefix's, its own, 0s
@@ -524,9 +534,6 @@ class TorchEngine:
     (L, 2, kv_blocks, KV, KV_BLOCK, d). max_rows: for GraphEngine's buffers.
     """
     window = 1                                   # decode steps before the CPU reads the tokens
-    # Prefills take waiting prefixes up to this many kv_blocks. A GPU reads all weights in every
-    # prefill, however short; on a CPU, prefilling early saves nothing.
-    prefill_ahead = 0
 
     def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
         self.model = model
@@ -536,9 +543,12 @@ class TorchEngine:
         """How many rows a decode step computes for n running rows; no spare rows here."""
         return n
 
-    def most_siblings(self, n: int) -> int:
-        """How many rows may read their prefix together in a step of n running rows."""
-        return 1
+    def prefill_early(self, prefixes: list[Prefix], waiting: Iterable[Sequence],
+                      room: int) -> list[Prefix]:
+        """Which prefixes of waiting sequences to prefill together with `prefixes`, in at most
+        `room` kv_blocks. None here: on a CPU, prefilling early saves nothing.
+        """
+        return []
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, blocks: Tensor, lengths: list[int]) -> None:
@@ -559,6 +569,7 @@ class TorchEngine:
         fp32, and made (n,) int64, how many of a row's tokens count: those after its end don't.
         """
         model = self.model
+        batch = DecodeBatch(*(t.to(self.kv.device) for t in batch))
         token = batch.token.clone()
         pos = batch.pos.clone()
         alive = batch.limit > batch.pos

@@ -32,7 +32,7 @@ Shapes: n rows (a matmul's M), K in_features, R LoRA rank, V vocabulary, D width
 query heads, KV key-value heads, d head size.
 """
 import functools
-from typing import Callable, Hashable, Sequence
+from typing import Callable, Hashable, Iterable
 
 import torch
 import triton
@@ -62,7 +62,16 @@ from marlin_fp4 import (
 )
 from model import Qwen, rope_frequencies
 from ops import mm_fp32
-from sampler import KV_BLOCK, DecodeBatch, Sampling, TorchEngine, fill_cache, filter_logits
+from sampler import (
+    KV_BLOCK,
+    DecodeBatch,
+    Prefix,
+    Sampling,
+    Sequence,
+    TorchEngine,
+    fill_cache,
+    filter_logits,
+)
 
 # The batch sizes that have a graph, captured when first needed. Other steps get spare rows.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512)
@@ -82,7 +91,8 @@ PROGRAM_SIZES = {
     512: (128, (8, 8), (4, 4), (16, 8)),
 }
 NARROW_TILE = 64        # columns per program if the rank is too large for 128
-assert RowState._fields[:len(DecodeBatch._fields) - 1] == DecodeBatch._fields[:-1]  # for decode()
+assert [*RowState._fields[:6]] == ["siblings" if name == "group" else name
+                                   for name in DecodeBatch._fields[:-1]]  # for decode()
 
 
 def decode_matmul_for(device: torch.device, kernels: str | None = None) -> Callable:
@@ -194,7 +204,6 @@ class GraphEngine(TorchEngine):
     don't support the model's sizes.
     """
     window = WINDOW
-    prefill_ahead = PREFILL_SIZES[-1] // KV_BLOCK - 1  # a graph's spare tokens are a prefix
 
     def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None = None):
         c = model.config
@@ -248,10 +257,34 @@ class GraphEngine(TorchEngine):
         pairs = size * self.model.config.kv_heads
         return attention_plan(pairs, self.tile_siblings, self.wide_steps_fit)
 
-    def most_siblings(self, n: int) -> int:
-        """Like TorchEngine.most_siblings."""
+    def siblings(self, group: torch.Tensor) -> torch.Tensor:
+        """RowState.siblings of rows with these group numbers (DecodeBatch), on the CPU."""
+        group = group.tolist()
         # Based on the graph's rows, not the running ones: a program computes none past its share.
-        return self.attention_plan(self.batch_size(n)).SIBLINGS
+        most = self.attention_plan(self.batch_size(len(group))).SIBLINGS
+        counts = [0] * len(group)
+        first = 0
+        for row, number in enumerate(group):
+            if number != group[first] or row - first == most:
+                first = row
+            counts[first] += 1
+        return torch.tensor(counts)
+
+    def prefill_early(self, prefixes: list[Prefix], waiting: Iterable[Sequence],
+                      room: int) -> list[Prefix]:
+        """Like TorchEngine.prefill_early: as many as fit into the largest graph, because a GPU
+        reads all weights in every prefill, however short.
+        """
+        # - 1: a graph's spare tokens are a prefix.
+        room = min(room, PREFILL_SIZES[-1] // KV_BLOCK - 1 - sum(len(p.blocks) for p in prefixes))
+        early = []
+        for prefix in (sequence.prefix for sequence in waiting):
+            if prefix.missing and prefix not in early:
+                room -= prefix.missing
+                if room < 0:
+                    break
+                early.append(prefix)
+        return early
 
     @torch.no_grad()
     def decode(self, batch: DecodeBatch, steps: int,
@@ -263,9 +296,13 @@ class GraphEngine(TorchEngine):
         if self.table is None:
             self.table = self.rows.new_zeros(self.max_rows, batch.table.shape[1])
         run = self.graph(self.batch_size(n), sampling)
-        self.rows[:len(batch) - 1, :n] = torch.stack(batch[:-1])  # all but the table: see the top
-        self.state.alive[:n] = batch.limit > batch.pos
-        self.table[:n] = batch.table
+        batch = batch._replace(group=self.siblings(batch.group).to(batch.group.device))
+        columns = len(batch) - 1  # all but the table: see the top
+        # One copy to the GPU: each takes longer than this concatenation.
+        packed = torch.cat([torch.stack(batch[:-1], dim=1), batch.table], dim=1).to(self.rows)
+        self.rows[:columns, :n] = packed[:, :columns].T
+        self.table[:n] = packed[:, columns:]
+        self.state.alive[:n] = self.state.limit[:n] > self.state.pos[:n]
         self.ends.copy_(torch.tensor(ends + [-1] * (MAX_END_IDS - len(ends))))
         self.inv_temperature.fill_(1 / (sampling.temperature or 1.0))
         for _ in range(steps):
@@ -274,7 +311,7 @@ class GraphEngine(TorchEngine):
         return tokens, self.logprobs[:steps, :n].clone(), self.state.made[:n].clone()
 
     @torch.no_grad()
-    def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: Sequence[int]) -> None:
+    def prefill(self, tokens: torch.Tensor, blocks: torch.Tensor, lengths: list[int]) -> None:
         """Like TorchEngine.prefill. Short prefills are graphs, because launching their 90 kernels
         per layer from Python takes longer than running them.
         """

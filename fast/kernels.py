@@ -98,8 +98,8 @@ class RotaryTable(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """Each row's state, int64 (M,): sampler.DecodeBatch without its table, plus pick_kernel's
-    counters.
+    """Each row's state, int64 (M,): sampler.DecodeBatch without its table and with siblings in place
+    of groups, plus pick_kernel's counters.
     """
     token: tl.tensor        # the next input
     pos: tl.tensor          # its position

@@ -251,7 +251,7 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
     say(f"{learner.adapter.master.numel():,} trained parameters; KV pool of "
-        f"{sampler.engine.kv.nbytes / 2**30:.2f} GiB, {len(sampler.pool) * KV_BLOCK:,} tokens; "
+        f"{sampler.engine.kv.nbytes / 2**30:.2f} GiB, {(sampler.kv_blocks - 1) * KV_BLOCK:,} tokens; "
         f"micro-batches of {tokens:,} tokens; {kept_layers} of {len(model.layers)} layers keep "
         "their activations")
     return sampler

@@ -453,7 +453,7 @@ def random_rows(n, width, gen):
     pos = torch.randint(0, 250 if GPU else 160, (n,), generator=gen, device=DEVICE)
     return DecodeBatch(token=torch.randint(0, 2311, (n,), generator=gen, device=DEVICE), pos=pos,
                 prefix=(torch.rand(n, generator=gen, device=DEVICE) * (pos + 1)).long(), limit=pos + 100,
-                siblings=torch.ones_like(pos),
+                group=torch.arange(n, device=DEVICE),
                 key=torch.randint(0, 2**62, (n,), generator=gen, device=DEVICE),
                 table=1 + torch.randperm(n * width, generator=gen, device=DEVICE).view(n, width))
 
@@ -576,7 +576,8 @@ def test_groups_are_cut_to_the_siblings_of_their_graph(monkeypatch):
         rows = answers._decode_batch(answers._sequences([[5] * 9], n, Sampling(4), None))
         with torch.no_grad():
             engine.step(engine.batch_size(n), sampling())
-        assert [plan.SIBLINGS for plan in plans] == [most] and rows.siblings.max() == most and rows.siblings.sum() == n
+        siblings = engine.siblings(rows.group)
+        assert [plan.SIBLINGS for plan in plans] == [most] and siblings.max() == most and siblings.sum() == n
 
 
 @gpu

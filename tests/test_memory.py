@@ -258,7 +258,7 @@ def test_pool_for_few_rows_holds_a_full_one(gpu, rows, limit):
     # 8 GiB, 1.2 are left, and three layers of 1 GiB compete for them.
     plan = gpu.plan(limit, tokens=200, rows=rows)
     sampler = Sampler(gpu.model, PROMPT + NEW, rows, plan.pool / GIB)
-    assert len(sampler.pool) >= 4                                         # blocks, without block 0
+    assert sampler.kv_blocks - 1 >= 4                                     # without block 0
     assert plan.kept_layers == (3 if limit == 80 else 1)
 
 
@@ -276,7 +276,7 @@ def test_resume_replans_only_if_old_plan_does_not_fit(monkeypatch, capsys, free,
             return self
 
     def sampler(model, longest, rows, kv_gib):
-        return SimpleNamespace(engine=SimpleNamespace(kv=SimpleNamespace(nbytes=kv_gib * GIB)), pool=range(9))
+        return SimpleNamespace(engine=SimpleNamespace(kv=SimpleNamespace(nbytes=kv_gib * GIB)), kv_blocks=10)
 
     monkeypatch.setattr(memory, "Plan", Measured)
     monkeypatch.setattr(setup, "Sampler", sampler)

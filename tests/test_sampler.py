@@ -21,7 +21,7 @@ from aqn import noisy_norms
 from files import Stopped, UserError
 from lora import attach
 from model import load
-from sampler import KV_BLOCK, Rollouts, Row, Sampler, Sampling, TorchEngine, filter_logits, row_key, uniforms
+from sampler import KV_BLOCK, Rollouts, Row, Sampler, Sampling, Scheduler, TorchEngine, filter_logits, row_key, uniforms
 
 LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; a prefix is one token shorter
 
@@ -256,12 +256,21 @@ class HashModel:
 
 
 class HashEngine(TorchEngine):
-    window, prefill_ahead = 8, 5
-    most_siblings = staticmethod(lambda n: 1 + n % 4)                     # as on a GPU, it depends on the rows
+    window, ahead = 8, 5
 
     def __init__(self, model, kv, max_rows):
         super().__init__(model, kv, max_rows)
         self.keys, self.values = kv[0].view(2, -1, KV_BLOCK).numpy()
+
+    def prefill_early(self, prefixes, waiting, room):
+        room, along = min(room, self.ahead - sum(len(prefix.blocks) for prefix in prefixes)), []
+        for prefix in (s.prefix for s in waiting):
+            if prefix.missing and prefix not in along:
+                room -= prefix.missing
+                if room < 0:
+                    break
+                along.append(prefix)
+        return along
 
     def decode(self, rows, steps, sampling):
         r = {name: t.numpy() for name, t in rows._asdict().items()}
@@ -302,21 +311,21 @@ class RecordingEngine(HashEngine):
         super().prefill(tokens, blocks, lengths)
 
 
-class AuditedSampler(Sampler):
+class AuditedScheduler(Scheduler):
     """Checks before every window that each kv_block is either free or owned by exactly one prefix or row."""
-    preempted = waited = 0                                                # waited: windows with a prefix without rows
 
-    def _grow(self, waiting, running):
-        self.waiting = waiting
-        return super()._grow(waiting, running)
+    def __init__(self, sampler, *arguments):
+        super().__init__(*arguments)
+        self.sampler, self.kv_blocks = sampler, arguments[2]
 
-    def _decode_batch(self, running):
+    def grow(self):
+        running = super().grow()
         users = Counter(s.prefix for s in [*self.waiting, *running])
         prefixes, in_use = [*users], {s.prefix for s in running}
-        self.waited += any(prefix.blocks and prefix not in in_use for prefix in prefixes)
+        self.sampler.waited += any(prefix.blocks and prefix not in in_use for prefix in prefixes)
         blocks = self.pool.free_blocks + [b for s in running for b in s.blocks]
         blocks += [b for prefix in prefixes for b in prefix.blocks]
-        assert sorted(blocks) == list(range(1, self.engine.kv.shape[2])), "a block is lost or has two owners"
+        assert sorted(blocks) == list(range(1, self.kv_blocks)), "a block is lost or has two owners"
         assert len(set(map(id, running))) == len(running) <= self.max_rows
         for s in running:                                                 # a row owns no more than it needs by now
             own = min(s.pos + self.engine.window, s.limit) - len(s.prefix.tokens)
@@ -324,17 +333,23 @@ class AuditedSampler(Sampler):
         for prefix in prefixes:
             assert prefix.users == users[prefix]
         assert not any(prefix.missing for prefix in in_use)
-        rows, leader = super()._decode_batch(running), 0
-        for row, (s, count) in enumerate(zip(running, rows.siblings.tolist())):
-            leader = row if count else leader                             # rows [leader, leader + count): one prefix
-            most = self.engine.most_siblings(len(running))
-            assert s.prefix is running[leader].prefix and row - leader < rows.siblings[leader] <= most
-        assert rows.siblings.sum() == len(running)
-        return rows
+        return running
 
     def _release(self, s):
-        self.preempted += not s.ended
+        self.sampler.preempted += not s.ended
         super()._release(s)
+
+
+class AuditedSampler(Sampler):
+    preempted = waited = 0                                                # waited: windows with a prefix without rows
+
+    def generate(self, *arguments, **options):
+        def audited(*arguments):
+            self.scheduler = AuditedScheduler(self, *arguments)
+            return self.scheduler
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampler_py, "Scheduler", audited)
+            return super().generate(*arguments, **options)
 
 
 def test_random_requests_match_a_plain_loop():
@@ -373,7 +388,7 @@ def test_random_requests_match_a_plain_loop():
             made, ended = zip(*reported)
             assert sum(made) == rollouts.num_tokens and sorted(sum(ended, [])) == [*range(len(limits))]
             assert 0 <= rollouts.idle < 1
-            assert sorted(sampler.pool.free_blocks) == list(range(1, sampler.engine.kv.shape[2]))
+            assert sorted(sampler.scheduler.pool.free_blocks) == list(range(1, sampler.engine.kv.shape[2]))
             requests += len(rollouts.completions)
             stopped, shared = stopped + sum(finished(rollouts)), shared + (group_size > 1)
         preempted, waited = preempted + sampler.preempted, waited + sampler.waited
@@ -468,7 +483,7 @@ def test_row_waits_until_live_rows_can_grow():
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_prefix_is_prefilled_once_for_any_max_rows(max_rows, ahead):
     sampler = AuditedSampler(HashModel(), 200, max_rows, engine=RecordingEngine)
-    sampler.engine.prefill_ahead = ahead
+    sampler.engine.ahead = ahead
     prompts = [[3 + n] * 41 for n in range(8)]                            # prefixes of 40 tokens
     sampler.generate(prompts, 8, Sampling([1 + n % 20 for n in range(64)]))
     assert sorted(sampler.engine.prefilled) == [3 + n for n in range(8) for _ in range(40)] and sampler.preempted == 0
