@@ -232,7 +232,7 @@ class Learner:
                                  None if reference is None else reference[kept])
         loss, sums = grpo.policy_loss(logprobs, batch.advantages[indices].to(device), row_of_token,
                                       weights, self.loss)
-        sums["entropy"] = entropy[kept].detach().double().sum()
+        sums["entropy"] = entropy[kept].detach().sum().double()
         sums["loss"] = loss.detach().double()
         return loss, sums
 
