@@ -139,6 +139,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     # L @ L.T. P is its own inverse, so H^-1 = (P L^-1 P).T @ (P L^-1 P), and U = P L^-1 P is upper
     # triangular. In float64, because in fp32 H might not be positive definite.
     damped = hessian.double()
+    if not damped.isfinite().all():
+        raise UserError("--calibrate: activations of the model are not finite; use --calibrate 0")
     damped.diagonal().add_(DAMPING * damped.diagonal().mean().clamp(min=1e-10))
     L = torch.linalg.cholesky(damped.flip(0, 1))
     eye = torch.eye(len(L), dtype=L.dtype, device=L.device)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import lora
 import model as qwen
 import rewards
-from files import UserError, counted, json_line, read_json, write_atomically
+from files import UserError, counted, json_line, read_run_json, write_atomically
 from harness import config, memory
 from harness.config import add_flag, number
 from harness.setup import choose_device, configure_cpu
@@ -65,9 +65,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if WORLD > 1:
         raise UserError(f"runs as one process, not as {WORLD} ranks: start it without torchrun")
     if args.run:
-        if not Path(args.run, "run.json").exists():
-            raise UserError(f"{args.run} is not a run folder: it has no run.json; for a model, use "
-                            f"--model {args.run}")
+        if Path(args.run, "config.json").exists():
+            raise UserError(f"{args.run} is a model, not a run folder: use --model {args.run}")
         run = config.settings_of_run(args.run)
         names = "model", "base", "thinking", "kernels", "max_new_tokens", "prompt_style", "reward"
         # A run that trained all weights has no adapter.
@@ -115,6 +114,7 @@ def read_flags() -> argparse.Namespace:
     if args.out:
         if Path(args.out).exists():
             raise UserError(f"--out {args.out} already exists: give a new file")
+        args.out = str(Path(args.out).absolute())        # a --reward may change the folder
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     return args
 
@@ -167,7 +167,7 @@ def problems_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list:
         args.data = run.eval_data or run.data
         # With the run's --thinking, which affects which prompts were too long for it.
         trained_on, problems = split_problems(run, Tokenizer(tokenizer.folder, run.thinking))
-        before = read_json(Path(run.out) / "run.json").get("problems_sha256")
+        before = read_run_json(run.out).get("problems_sha256")
         if before != digest_of(trained_on + problems):
             raise UserError(f"{run.out} was trained on other problems or prompts than those of "
                             f"{args.data}: choose problems with --data")

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -81,6 +82,22 @@ def read_json(path: str | Path) -> dict:
     if not isinstance(value, dict):
         raise UserError(f"{path}: is not a JSON object")
     return value
+
+
+def read_run_json(folder: str | Path) -> dict:
+    """A run's run.json. UserError if the folder isn't a run's."""
+    path = Path(folder) / "run.json"
+    if not path.exists():
+        raise UserError(f"{folder} is not a run folder: it has no run.json")
+    return read_json(path)
+
+
+def tell_unfinished(folder: str | Path, steps: int) -> None:
+    """Prints how far a run of `steps` steps has come, unless it is finished."""
+    log = Path(folder) / "metrics.jsonl"
+    done = max((row["step"] + 1 for row, _ in read_log(log)), default=0) if log.exists() else 0
+    if done < steps:                             # not on stdout, which may be read by a program
+        print(f"{folder} is unfinished: {done:,} of {counted(steps, 'step')}", file=sys.stderr)
 
 
 def read_rows(path: Path) -> list[tuple[int, object]]:

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerFile
 
@@ -83,6 +84,16 @@ class Undefined(jinja2.Undefined):
     __str__ = jinja2.Undefined._fail_with_undefined_error
 
 
+class Generation(jinja2.ext.Extension):
+    """{% generation %}, which marks a model's own text for trainers, and writes just that text."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        text = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return jinja2.nodes.Scope(text, lineno=line)
+
+
 def raise_exception(message):
     raise jinja2.TemplateError(message)
 
@@ -93,7 +104,7 @@ def tojson(value, indent=None):
 
 # Jinja with the options and functions that transformers gives to a chat template.
 SANDBOX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, undefined=Undefined,
-                                        extensions=["jinja2.ext.loopcontrols"])
+                                        extensions=["jinja2.ext.loopcontrols", Generation])
 SANDBOX.globals["raise_exception"] = raise_exception
 SANDBOX.filters["tojson"] = tojson
 
@@ -308,8 +319,9 @@ def usable_problems(settings, tokenizer: Tokenizer, source: str, split: str) -> 
         say(f"{source}: {counted(long, 'prompt')} skipped, longer than --max-prompt-tokens {most}")
     least = 2 if split == "train" else 1         # one to train on and one to hold out
     if len(problems) < least:
+        longer = f"; a larger --max-prompt-tokens than {most} skips fewer" if long else ""
         raise UserError(f"{source}: {counted(len(problems), 'usable problem')}, but a run needs at "
-                        f"least {least}")
+                        f"least {least}{longer}")
     return problems
 
 

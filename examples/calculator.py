@@ -19,6 +19,7 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))            # for python examples/calculator.py
 import train
 from files import read_log
 from sampler import Rollouts, Row, Sampler, Sampling

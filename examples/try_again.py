@@ -10,8 +10,11 @@ The user's turn has mask 0: the model reads it without being trained on it. Both
 on, with the second one's advantage. Other environments pass Conversation another `reply`.
 """
 import dataclasses
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))            # for python examples/try_again.py
 import train
 from harness.setup import Run
 from prompts import Tokenizer

@@ -33,7 +33,7 @@ from pathlib import Path
 import aqn
 import env
 import grpo
-from files import UserError, read_json
+from files import UserError, read_json, read_run_json, tell_unfinished
 from prompts import STYLES
 from tasks.problems import SUFFIXES
 from weights import read_peft_config
@@ -306,7 +306,9 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
                         "--config")
     if resume:
         path = Path(given["out"]) / "run.json"
-    file = read_json(Path(path)) if path else {}
+        file = read_run_json(given["out"])
+    else:
+        file = read_json(path) if path else {}
     held = settings_in(file, path)
     given = with_absolute_paths(given)
     if resume:
@@ -324,7 +326,8 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
         if given[name] and not values["sigma_start"] and not resume:
             raise UserError(f"{option(name)} {given[name]} has no effect: noise is off, set "
                             "--sigma-start")
-    settings = Settings(**values | {"out": str(run_folder(values))})
+    # Absolute, since a user's function may change the working directory.
+    settings = Settings(**values | {"out": str(run_folder(values).absolute())})
     check_together(settings)
     return settings, file if resume else None
 
@@ -380,16 +383,18 @@ def with_absolute_paths(values: dict) -> dict:
 
 
 def settings_of_run(folder: str | Path) -> Settings:
-    """The settings of a run. `model` points to the weights to load: OUT/base if the run calibrated,
-    OUT/model if it trained all weights.
+    """The settings of a run, and a line if it is unfinished. `model` points to the weights to load:
+    OUT/base if the run calibrated, OUT/model if it trained all weights.
     """
     path = Path(folder) / "run.json"
-    held = settings_in(read_json(path), path)
+    held = settings_in(read_run_json(folder), path)
     if path.with_name("base").exists():
         held["model"] = str(path.with_name("base"))
     if held.get("train") == "full":
         held["model"] = str(path.with_name("model"))
-    return Settings(**held | {"out": str(folder)})
+    settings = Settings(**held | {"out": str(folder)})
+    tell_unfinished(folder, settings.steps)
+    return settings
 
 
 def run_folder(values: dict) -> Path:

@@ -17,6 +17,7 @@ import calibrate
 import model as qwen
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
+from files import UserError
 from prompts import Tokenizer, encode_prompts
 from tasks.problems import Problem
 from weights import ModelFolder, Shards, WeightReader, load_nvfp4
@@ -51,6 +52,11 @@ def inverses(hessian):
     for i in range(len(damped)):
         yield inverse[i, i].item(), inverse[i] / inverse[i, i]
         inverse = inverse - torch.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+
+
+def test_overflowing_activations_are_one_line():
+    with pytest.raises(UserError, match="--calibrate"):
+        calibrate.inverse_factor(torch.full((16, 16), torch.inf))
 
 
 def naive_gptq(w, hessian, global_scale):

@@ -89,7 +89,8 @@ def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatc
     prompt = prompt_of(tokenizer, QUESTIONS[0], STYLES["tags"][1])
     sampler = Sampler(model, 512, 1)
     completion, = sampler.generate([prompt], 1, Sampling(20, tokenizer.end_ids, 0.0)).completions
-    with_adapter = capsys.readouterr().out
+    with_adapter, said = capsys.readouterr()
+    assert f"{run_folder} is unfinished: 0 of 3 steps" in said
     assert with_adapter == chat_py.printable(tokenizer.decode(completion)) + "\n"
     assert main(monkeypatch, run_folder, "--question", QUESTIONS[0], "--adapter", "none") is None
     assert capsys.readouterr().out != with_adapter

@@ -116,7 +116,7 @@ def test_later_source_wins(run, tmp_path):
 def test_bundled_model_has_its_own_defaults(tmp_path):
     bundled = settings_of()
     assert {name: vars(bundled)[name] for name in TINY_DEFAULTS} == TINY_DEFAULTS
-    assert bundled.model == str(TINY_MODEL) and bundled.out == "runs/tiny-nvfp4-arithmetic-0"
+    assert bundled.model == str(TINY_MODEL) and bundled.out == str(Path("runs/tiny-nvfp4-arithmetic-0").absolute())
     assert settings_of("--model", str(TINY_MODEL)) == bundled
     recipe = write(tmp_path / "mine.json", dict(model="x"))
     assert settings_of("--config", recipe).max_new_tokens == settings_of("--model", "x").max_new_tokens
@@ -139,7 +139,7 @@ def test_paper_recipe_matches_table_4():
 
 def test_default_out_names_model_base_data_and_seed():
     named = settings_of("--model", "x/qwen", "--base", "bf16", "--data", "my/sums.jsonl", "--seed", "7")
-    assert named.out == "runs/qwen-bf16-sums-7"
+    assert Path(named.out).name == "qwen-bf16-sums-7"
 
 
 def test_config_does_not_copy_an_automatic_calibrate(run):

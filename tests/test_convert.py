@@ -120,7 +120,7 @@ def test_bad_source_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, w
     (["nvfp4", TINY, "out", "--calibrate", "1"], ["--calibrate"]),
     (["nvfp4", TINY, "out", "--calibrate", "4", "--data", "none"], ["data none"]),
     (["nvfp4", TINY, "taken"], ["taken"]), (["merge", "run", "taken"], ["taken"]),
-    (["nvfp4", "nowhere", "out"], ["nowhere"]), (["merge", "taken", "out"], ["taken/run.json"]),
+    (["nvfp4", "nowhere", "out"], ["nowhere"]), (["merge", "taken", "out"], ["taken is not a run folder"]),
     (["merge", "run", "out"], ["run/adapter/adapter_config.json"])])
 def test_wrong_input_is_named(trained, tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.chdir(tmp_path)

@@ -78,14 +78,14 @@ with env.one_line():
       for name in ("nosuch", "./my-model", "some/model")],
     (["train.py", "--model", "folder"], "folder/config.json"),
     (["train.py", "--adapter", "folder"], "folder/adapter_config.json"),
-    (["train.py", "--resume", "--out", "folder"], "folder/run.json"),
+    (["train.py", "--resume", "--out", "folder"], "folder is not a run folder"),
     (["train.py", "--out", "taken"], "taken"), (["train.py", "--out", "taken", "--reward", "no:f"], "--reward no:f"),
     (["train.py", "--prompt-style", "no:f"], "--prompt-style"), (["train.py", "--max-new-tokens", "999"], "new-tokens"),
     (["train.py", "--out", ""], "--out"), (["train.py", "--reward", "no:f"], "--reward no:f"),
     (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
     *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
-        (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "my.jsonl"))),
-    (["evaluate.py"], "--model"), (["evaluate.py", "folder"], "--model folder"),
+        (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "--max-prompt-tokens"))),
+    (["evaluate.py"], "--model"), (["evaluate.py", "folder"], "folder is not a run folder"), (["evaluate.py", TINY], f"--model {TINY}"),
     (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
     (["evaluate.py", "--model", TINY, "--data="], "--data="),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])

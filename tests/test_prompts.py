@@ -13,7 +13,7 @@ from helpers import ANSWER, QWEN_SYSTEM, ROOT, TEMPLATES, TINY, TURNS, prompt_of
 import prompts as prompts_py
 from files import UserError
 from harness.config import Data
-from prompts import Tokenizer, encode_prompts, split_problems, usable_problems
+from prompts import SANDBOX, Tokenizer, encode_prompts, split_problems, usable_problems
 from tasks.problems import Problem
 
 
@@ -77,6 +77,10 @@ def test_broken_or_unsafe_template_is_rejected(tmp_path, template, expected):
     with pytest.raises(UserError, match=f"(?i)chat_template.jinja: chat_template .*{expected}") as error:
         Tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_generation_blocks_write_their_text():
+    assert SANDBOX.from_string("a{% generation %}b{{ x }}{% endgeneration %}c").render(x=1) == "ab1c"
 
 
 def test_template_sees_no_tools_or_documents(tmp_path):

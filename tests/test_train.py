@@ -25,7 +25,7 @@ import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -315,10 +315,9 @@ def test_evaluation_uses_the_places_of_the_ranks_share(monkeypatch):
         return Rollouts([])
 
     monkeypatch.setattr(train_py, "share", lambda items: items[2:])            # the second of two ranks
-    run = SimpleNamespace(settings=settings_of(), held_out=["a", "b", "c", "d"], sampler=None,
-                          tokenizer=SimpleNamespace(end_ids=(1,)), folder=SimpleNamespace(log=lambda *lines: None),
-                          grade=lambda problems, rows: [{"correct": 1.0} for _ in problems])
-    assert train_py.evaluate(run, sample, 0) == {"eval_accuracy": 1.0}
+    run = MagicMock(settings=settings_of(), held_out=["a", "b", "c", "d"],
+                    grade=lambda problems, rows: [{"correct": 1.0} for _ in problems])
+    assert train_py.evaluate(run, sample, 0)["eval_accuracy"] == 1
     assert asked == [(["c", "d"], 1, [2, 3])]
 
 
@@ -378,7 +377,7 @@ def test_calibrated_run_keeps_and_resumes_its_own_base(runs):
     assert json.loads((base / "config.json").read_text())["quantization_config"]["format"] == "nvfp4-pack-quantized"
     assert "model.layers.2.mlp.down_proj.weight_packed" in files.names
     adapter = json.loads((runs.folder / "calibrated/adapter/adapter_config.json").read_text())
-    assert adapter["base_model_name_or_path"] == "calibrated/base"
+    assert adapter["base_model_name_or_path"] == str(base)
     runs.run("onbase", *flags, model=base)                 # a run with that folder as its model
     assert runs.metrics("calibrated") == runs.metrics("onbase") and runs.samples("calibrated") == runs.samples("onbase")
     written = {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
@@ -495,7 +494,7 @@ def test_second_run_in_the_same_folder_exits(runs):
     process = runs.start("taken", "--steps", "999")
     runs.wait(process, lambda: runs.lines("taken"))
     for flags in (["--resume"], []):
-        assert "--out taken: another run is writing there" in runs.run("taken", *flags, code=1)
+        assert f"--out {runs.folder / 'taken'}: another run is writing there" in runs.run("taken", *flags, code=1)
     assert process.is_alive()
     process.kill()
     process.join()
@@ -505,8 +504,14 @@ def test_reward_error_is_one_line_and_run_is_saved(runs):
     log = runs.run("breaks", "--steps", "4", "--reward", "my_rewards:breaks_later", code=1)
     last = log.strip().splitlines()[-1]
     assert last.startswith("train.py: --reward my_rewards:breaks_later: ZeroDivisionError") and "my_rewards.py:" in last
-    assert last.endswith("--resume --out breaks")
+    assert last.endswith(f"--resume --out {runs.folder / 'breaks'}")
     assert "step 2 is saved" in last and "Traceback" not in log
+
+
+def test_a_reward_that_changes_the_folder_moves_no_file(runs):
+    (runs.folder / "moves.py").write_text("import os\ndef f(completion, problem):\n    os.chdir('/')\n    return 1\n")
+    runs.run("moves", "--steps", "1", "--reward", "moves:f")
+    assert (runs.folder / "moves/adapter").is_dir() and len(runs.lines("moves")) == 1
 
 
 def test_custom_reward_and_prompt_need_no_gold(runs):
@@ -580,7 +585,7 @@ def test_signal_saves_last_step_and_run_resumes(runs, whole, number, where):
     log = runs.run(number, *SIX_STEPS, "--save-every", "100", code=1, fault=stop)
     checkpoint, = (runs.folder / number / "checkpoints").iterdir()
     assert checkpoint.name == "step_000002" and len(runs.lines(number)) == 2
-    assert f"stopped by {number}; step 2 is saved; continue with --resume --out {number}" in log
+    assert f"stopped by {number}; step 2 is saved; continue with --resume --out {runs.folder / number}" in log
     if number == "SIGTERM":
         runs.run(number, *RESUME)
         assert runs.same(number, whole)
@@ -715,7 +720,8 @@ def test_rank_waiting_for_a_hung_one_saves_on_sigterm(runs):
     finally:
         one.kill()
         zero.kill()
-    assert zero.exitcode == 1 and f"step {done} is saved; continue with --resume --out awaits" in runs.log("awaits")
+    again = f"step {done} is saved; continue with --resume --out {runs.folder / 'awaits'}"
+    assert zero.exitcode == 1 and again in runs.log("awaits")
     assert len(runs.lines("awaits")) == done and (runs.folder / f"awaits/checkpoints/step_{done:06d}").is_dir()
 
 

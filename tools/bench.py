@@ -22,9 +22,12 @@ import functools
 import json
 import math
 import operator
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))            # for python tools/bench.py
 import env  # isort: skip; its settings come before torch
 
 import torch

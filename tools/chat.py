@@ -10,7 +10,9 @@ quits. Each turn prefills the whole conversation again.
 """
 import sys
 from contextlib import redirect_stdout, suppress
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))            # for python tools/chat.py
 import env  # isort: skip; its settings come before torch
 
 from evaluate import load_model, model_parser, open_model, parse

@@ -16,8 +16,10 @@ There is no merging into 4 bits, because rounding errors exceed most adapters.
 To serve 4-bit weights, convert the model and load the run's adapter on top.
 """
 import argparse
+import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))            # for python tools/convert.py
 import env  # isort: skip; its settings come before torch
 
 import calibrate

@@ -17,11 +17,13 @@ tools/report.html with gzipped data inside.
 import base64
 import gzip
 import json
+import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))            # for python tools/report.py
 import env  # isort: skip; its settings come before torch
 
-from files import UserError, read_json, read_log, write_atomically
+from files import UserError, read_log, read_run_json, tell_unfinished, write_atomically
 
 MOST_CHARACTERS = 500e6             # Chromium rejects strings of more than 2^29 characters
 
@@ -105,7 +107,8 @@ def read_run(folder: Path, every: int = 1) -> dict:
 
     Raises OSError or UserError, with a message that names the file.
     """
-    flags = read_json(folder / "run.json")
+    flags = read_run_json(folder)
+    tell_unfinished(folder, flags.get("steps", 0))
     metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
     if not metrics:
         raise UserError(f"{folder / 'metrics.jsonl'}: no complete line yet")
