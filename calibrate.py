@@ -43,7 +43,7 @@ result: KL(16 bits || 4 bits) of the next-token predictions, in nats per token.
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalize), AWQ (it would change the norms, which AQN perturbs).
 
-Shapes: T tokens of all texts, D width, N out_features, K in_features, C scales to try.
+Shapes: T tokens of all texts, D hidden size, N out_features, K in_features, C scales to try.
 """
 import gc
 import math
@@ -385,7 +385,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
     chunks = []
     measured = []
     if texts:
-        embed = files.read("model.embed_tokens.weight", config.vocab, config.width).to(files.dtype)
+        embed = files.read("model.embed_tokens.weight", config.vocab, config.hidden).to(files.dtype)
         held_out = texts[-math.ceil(len(texts) / 8):]
         chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
@@ -409,10 +409,10 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         # 3) The held-out texts go through the layer with the new codes too.
         coded = [chunk.through(layer, hidden) for chunk, hidden in zip(measured, coded)]
     if texts:
-        norm = qwen.RMSNorm(files.read("model.norm.weight", config.width), config.eps, files.dtype)
+        norm = qwen.RMSNorm(files.read("model.norm.weight", config.hidden), config.eps, files.dtype)
         head = embed
         if not config.tied:
-            head = files.read("lm_head.weight", config.vocab, config.width).to(files.dtype)
+            head = files.read("lm_head.weight", config.vocab, config.hidden).to(files.dtype)
         kl = torch.cat([token_divergence(chunk.exact[at], hidden[at], norm, head[:live_vocab])
                         for chunk, hidden in zip(measured, coded)
                         for at in chunk.predictors.split(512)])

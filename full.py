@@ -19,7 +19,7 @@ Memory: 18 bytes per parameter (master, gradient and two moments in fp32, the bf
 Not here: 4-bit weights, whose grid is coarser than any update; a KL term, which needs a second
 copy of the model; sharding (each GPU has a full copy).
 
-Shapes: T tokens, D width, V vocabulary; M rows, N out_features and K in_features of a linear.
+Shapes: T tokens, D hidden size, V vocabulary; M rows, N out_features and K in_features of a linear.
 """
 import math
 import shutil
@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import lora
-from model import Qwen, token_logprobs
+from model import Qwen, parts_of, token_logprobs
 from nvfp4 import Weight
 from ops import Rounded, replaced_on_gpu
-from weights import parts_of, save_model
+from weights import save_model
 
 # -----------------------------------------------------------------------------
 # The weights
@@ -66,10 +66,11 @@ class Weights:
                 for at, part in zip(self.offsets, self.parts) if at < len(flat)]
 
     @torch.no_grad()
-    def sync(self) -> None:
+    def sync(self, master: Tensor | None = None) -> None:
         """Round master's matrices into the working copies, in place and one at a time, because
-        rounding takes temporary memory.
+        rounding takes temporary memory. Unlike an adapter's, it takes no other master.
         """
+        assert master is None, "norms and biases have no copies: change master itself"
         for copy, exact in zip(self.unflatten(self.working), self.unflatten(self.master)):
             copy.copy_(exact.bfloat16())
 
@@ -105,7 +106,7 @@ def attach(model: Qwen) -> Weights:
     if model.config.tied:
         model.lm_head, head = model.embed, embedding
     model.embedded = lambda tokens: look_up(embedding, tokens, model.embed)
-    model.score = lambda x, scale, targets: score(
+    model.head_logprobs = lambda x, scale, targets: head_logprobs(
         x, scale, head, model.lm_head, targets, model.live_vocab)
     model.adapter = weights
     weights.sync()
@@ -151,7 +152,7 @@ def look_up(leaf: Tensor, tokens: Tensor, copy: Tensor) -> Tensor:
 
 
 @replaced_on_gpu
-def score(x: Tensor, scale: Tensor, leaf: Tensor, copy: Tensor, targets: Tensor,
-          live: int) -> tuple[Tensor, Tensor]:
+def head_logprobs(x: Tensor, scale: Tensor, leaf: Tensor, copy: Tensor, targets: Tensor,
+                  live: int) -> tuple[Tensor, Tensor]:
     """model.token_logprobs with a trained head."""
     return token_logprobs(x, scale, Rounded.apply(leaf, copy), targets, live)

@@ -11,7 +11,7 @@ rows [p * G, (p + 1) * G) answer problem p. The loss gets the T tokens of all ro
     problem            0            1          P = 2, G = 2
     row                0     1      2     3    B = 4: rewards and advantages are (B,)
     token              a b   c d e  f     g h  T = 8: log-probs and weights are (T,)
-    row_of_token       0 0   1 1 1  2     3 3  (T,), so advantages[row_of_token] is (T,)
+    row_of_token       0 0   1 1 1  2     3 3  (T,): each token has its row's advantage
 
 Before that, masks and weights are (B, L), where L is the length of the longest row. The mask is 0
 for padding, tool output, unscorable rows and, with --overlong mask, truncated rows.
@@ -34,8 +34,8 @@ the ratio is 1, nothing is clipped, and the gradient is that of
     loss      = -sum over the tokens of weight * importance weight * advantage * log policy
 
 Two flags add updates: --epochs N trains on all rows N times, --updates-per-rollout N trains on one
-Nth of the groups at a time. If the first update trains on all rows, it computes the old log-probs
-anyway, so they cost no extra forward pass.
+Nth of the groups at a time. The old log-probs then take a forward pass of their own, before the
+first update.
 
 A weight is 1 / divisor. The divisor counts all rows or tokens in the update and is known before the
 first backward pass, so the gradients of micro-batches and ranks simply add up.
@@ -108,6 +108,11 @@ class Loss:
         assert self.correction in CORRECTIONS, \
             f"{self.correction!r} is not one of {(*CORRECTIONS,)}"
         assert self.kl_beta >= 0, f"kl_beta {self.kl_beta} is negative"
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the loss compares with the old policy."""
+        return CORRECTIONS[self.correction].proximal == "old"
 
     @property
     def needs_reference(self) -> bool:
@@ -257,25 +262,26 @@ def k3(log_ratio: Tensor) -> Tensor:
     return log_ratio.exp() - 1 - log_ratio
 
 
-def row_means(values: Tensor, row_of_token: Tensor, rows: int) -> Tensor:
+def row_means(values: Tensor, row_of_token: Tensor) -> Tensor:
     """values (T,) -> (T,): every token gets its row's mean."""
-    total = torch.zeros(rows, dtype=values.dtype, device=values.device)
+    lengths = row_of_token.bincount()
+    total = torch.zeros(len(lengths), dtype=values.dtype, device=values.device)
     # Not index_add: on a GPU its order varies, and a resumed run would get different bits.
     total = total.index_put((row_of_token,), values, accumulate=True)
-    return (total / row_of_token.bincount(minlength=rows).clamp(min=1))[row_of_token]
+    return (total / lengths.clamp(min=1))[row_of_token]
 
 
 def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, weights: Tensor,
                 loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
 
-    advantages (b,) are those of the micro-batch's b rows. row_of_token (T,) int64 and weights (T,)
-    from token_weights cover only the T tokens in the loss. Losses and sums of micro-batches add up
-    to those of the update (add_sums).
+    advantages, row_of_token (int64) and weights (from token_weights) are (T,), for the T tokens in
+    the loss only. Losses and sums of micro-batches add up to those of the update (add_sums).
     """
     policy, rollout, old, reference = logprobs
-    shapes = [tuple(t.shape) for t in (row_of_token, weights, *logprobs) if t is not None]
-    assert len(set(shapes)) == 1, f"row_of_token, weights and log-probs have the shapes {shapes}"
+    tensors = advantages, row_of_token, weights, *logprobs
+    shapes = [tuple(t.shape) for t in tensors if t is not None]
+    assert len(set(shapes)) == 1, f"not one number per token: {shapes}"
     assert reference is not None or not loss.needs_reference, f"{loss.kl_beta=} needs a reference"
     assert policy.dtype in (torch.float32, torch.float64), \
         f"{policy.dtype}: differences of log-probs need fp32"
@@ -288,14 +294,14 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
         # Each token takes its row's ratio as its value but backpropagates only through its own
         # log-prob. The mean's 1 / length is already in the weights (2507.18071, section 4.3:
         # GSPO-token).
-        row_mean = row_means(log_ratio.detach(), row_of_token, len(advantages))
+        row_mean = row_means(log_ratio.detach(), row_of_token)
         log_ratio = row_mean + policy - policy.detach()
-        log_weight = row_means(log_weight, row_of_token, len(advantages))
+        log_weight = row_means(log_weight, row_of_token)
     ratio = limited_exp(log_ratio)
     importance_weight = (1.0 if correction.cap is None
                          else limited_exp(log_weight).clamp(max=correction.cap))
     # The importance weight is positive, so it can go inside min().
-    weighted_advantage = advantages[row_of_token] * importance_weight       # (T,)
+    weighted_advantage = advantages * importance_weight                     # (T,)
 
     #                            ratio < 1 - clip_low    in between    ratio > 1 + clip_high
     #     advantage > 0          gradient                gradient      clipped: likely enough

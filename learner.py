@@ -36,11 +36,20 @@ class Batch:
     """The answers of one training step, shared by all updates on them."""
     rows: list[Row]                              # B of them
     advantages: Tensor                           # (B,) fp32
-    # Row number -> old log-probs (grpo.py), (completion tokens,) fp32, detached, on the model's
-    # device, for the rows this rank trains on. They come from compute_old_logprobs() or else from
-    # the learner's first pass over the row.
+    # For a process reward: what to add to the advantage of each of a row's tokens, one tensor
+    # (completion tokens,) fp32 per row. None: nothing.
+    token_advantages: list[Tensor] | None = None
+    # Row number -> old log-probs (grpo.py), (completion tokens,) fp32, on the model's device, for
+    # the rows that this rank trains on. Filled by compute_old_logprobs().
     old: dict[int, Tensor] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set)  # rows that any rank trained on in earlier updates
+    updated: bool = False                        # whether an update has moved the policy
+
+    def teaches(self) -> Tensor:
+        """Which rows have a token with an advantage: (B,) bool."""
+        rows = self.advantages != 0
+        if self.token_advantages:
+            rows = rows | torch.tensor([bool(tokens.any()) for tokens in self.token_advantages])
+        return rows
 
 
 class Update(NamedTuple):
@@ -156,6 +165,7 @@ class Learner:
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
         self.optimizer.step(lr)
         adapter.sync()
+        batch.updated = True
         return Update(sums, grad_norm, lr)
 
     def accumulate_gradient(self, batch: Batch, weights: Tensor, rank: int,
@@ -170,17 +180,16 @@ class Learner:
             loss, sums = self._micro_batch(batch, indices, weights)
             loss.backward()
             total = grpo.add_sums(total, sums)
-        batch.seen.update(trained)
         return {name: value.cpu() for name, value in total.items()}
 
     @torch.no_grad()
     def compute_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
-        """Fills batch.old, at the cost of a forward pass. Needed before the first of several
-        updates on different rows, unless the loss clips around the rollout.
+        """Fills batch.old, with a forward pass. Needed before the first of several updates: later
+        ones divide by the policy as it was here. (In a single update, old and policy are equal.)
 
-        minibatches: their token weights.
+        minibatches: the token weights of the updates, each row in one of them.
         """
-        if grpo.CORRECTIONS[self.loss.correction].proximal != "old":
+        if not self.loss.needs_old:
             return
         for weights in minibatches:              # dealt to the ranks as in the update
             for indices in self._share(batch, self._trained(batch, weights), RANK, WORLD):
@@ -192,7 +201,7 @@ class Learner:
         """The indices of the rows that an update trains on."""
         # At advantage 0 only a KL term has a gradient; without one the row is skipped. The divisor,
         # which is already in the weights, still counts it.
-        teaches = (batch.advantages != 0) | self.loss.needs_reference
+        teaches = batch.teaches() | self.loss.needs_reference
         return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
 
     def _share(self, batch: Batch, trained: list[int], rank: int, ranks: int) -> list[list[int]]:
@@ -214,24 +223,23 @@ class Learner:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = model.token_logprobs(tokens, starts, self.temperature)
         rollout = torch.cat([row.logprobs for row in rows]).to(device)
-        # Without compute_old_logprobs(), a row's first pass keeps its log-probs for later ones.
-        for b, logprobs in zip(indices, policy.detach().split(lengths)):
-            if b not in batch.old:
-                # A rank keeps only its own rows' log-probs. That's enough, because every epoch
-                # deals the same rows to the same ranks.
-                assert b not in batch.seen, f"row {b}: its old log-probs are on another rank"
-                batch.old[b] = logprobs
-        old = torch.cat([batch.old[b] for b in indices])
+        # A rank has only its own rows' old log-probs. That's enough, because every epoch deals the
+        # same rows to the same ranks.
+        assert batch.old or not (batch.updated and self.loss.needs_old), "no old log-probs"
+        old = torch.cat([batch.old[b] for b in indices]) if batch.old else policy.detach()
         row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+        advantages = batch.advantages[indices][row_of_token]
+        if batch.token_advantages:
+            advantages = advantages + torch.cat([batch.token_advantages[b] for b in indices])
         weights = torch.cat([weights[b, :n] for b, n in zip(indices, lengths)])
         # Tokens outside the loss, such as a tool's, are dropped only now: others attend to them.
         kept = weights.nonzero()[:, 0]
-        row_of_token, weights = row_of_token[kept].to(device), weights[kept].to(device)
+        advantages, row_of_token, weights = (
+            t[kept].to(device) for t in (advantages, row_of_token, weights))
         kept = kept.to(device)
         logprobs = grpo.LogProbs(policy[kept], rollout[kept], old[kept],
                                  None if reference is None else reference[kept])
-        loss, sums = grpo.policy_loss(logprobs, batch.advantages[indices].to(device), row_of_token,
-                                      weights, self.loss)
+        loss, sums = grpo.policy_loss(logprobs, advantages, row_of_token, weights, self.loss)
         sums["entropy"] = entropy[kept].detach().sum().double()
         sums["loss"] = loss.detach().double()
         return loss, sums

@@ -141,11 +141,16 @@ class Adapter:
         return [flat[at:at + math.prod(shape)].view(shape)
                 for at, shape in zip(self.offsets, self.shapes)]
 
-    def sync(self) -> None:
-        """Rewrite the working copies from master, in place: A unchanged, B times alpha / rank."""
-        with torch.no_grad():
-            self.working[:self.b_start] = self.master[:self.b_start]
-            self.working[self.b_start:] = self.master[self.b_start:] * self.scale
+    @torch.no_grad()
+    def sync(self, master: Tensor | None = None) -> None:
+        """Rewrite the working copies from master, in place: A unchanged, B times alpha / rank.
+
+        master: another vector with its layout, to sample, evaluate or export with instead (older
+        weights, an average), until the next sync().
+        """
+        master = self.master if master is None else master
+        self.working[:self.b_start] = master[:self.b_start]
+        self.working[self.b_start:] = master[self.b_start:] * self.scale
 
     @contextmanager
     def off(self) -> Iterator[None]:

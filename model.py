@@ -31,12 +31,13 @@ in other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
 Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
 
-Shapes: B rows, T tokens, V vocabulary, D width, H query heads, KV key-value heads, d head size,
-F feed-forward.
+Shapes: B rows, T tokens, V vocabulary, D hidden size, H query heads, KV key-value heads, d head
+size, F intermediate size.
 """
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +54,8 @@ from weights import ModelFolder, WeightReader
 @dataclass(frozen=True)
 class ModelConfig:
     """A model's sizes, with the letters that docstrings use for them."""
-    width: int                                   # D
-    feed_forward: int                            # F
+    hidden: int                                  # D
+    intermediate: int                            # F
     layers: int                                  # L
     heads: int                                   # H
     kv_heads: int                                # KV
@@ -68,7 +69,7 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.head_dim is None:                # setattr, because the dataclass is frozen
-            object.__setattr__(self, "head_dim", self.width // self.heads)
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
     @classmethod
     def from_json(cls, raw: dict) -> "ModelConfig":
@@ -232,18 +233,18 @@ class Layer(torch.nn.Module):
             self.qk_gains = torch.stack(gains).float()
 
         def norm(name):
-            return RMSNorm(get(f"{prefix}.{name}.weight", c.width), c.eps, dtype)
+            return RMSNorm(get(f"{prefix}.{name}.weight", c.hidden), c.eps, dtype)
 
         def linear(names, parts, k):
             names = [f"{prefix}.{name}_proj" for name in names]
             return Linear(frozen(names, parts, k), names, parts)
 
         self.input_norm = norm("input_layernorm")
-        self.qkv = linear([f"self_attn.{s}" for s in "qkv"], widths, c.width)
-        self.o = linear(["self_attn.o"], (c.width,), q_width)
+        self.qkv = linear([f"self_attn.{s}" for s in "qkv"], widths, c.hidden)
+        self.o = linear(["self_attn.o"], (c.hidden,), q_width)
         self.post_norm = norm("post_attention_layernorm")
-        self.gate_up = linear(["mlp.gate", "mlp.up"], (c.feed_forward,) * 2, c.width)
-        self.down = linear(["mlp.down"], (c.width,), c.feed_forward)
+        self.gate_up = linear(["mlp.gate", "mlp.up"], (c.intermediate,) * 2, c.hidden)
+        self.down = linear(["mlp.down"], (c.hidden,), c.intermediate)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable) -> Tensor:
         """The residual stream after the layer: x (T, D) -> (T, D), fp32.
@@ -288,12 +289,12 @@ class Qwen(torch.nn.Module):
         self.folder = None                       # load() sets it
         self.layers = torch.nn.ModuleList(
             Layer(c, i, get, frozen, dtype) for i in range(c.layers))
-        self.embed = get("model.embed_tokens.weight", c.vocab, c.width).to(dtype)
+        self.embed = get("model.embed_tokens.weight", c.vocab, c.hidden).to(dtype)
         self.device = self.embed.device
         self.lm_head = self.embed                                # (V, D) both
         if not c.tied:
-            self.lm_head = get("lm_head.weight", c.vocab, c.width).to(dtype)
-        self.final_norm = RMSNorm(get("model.norm.weight", c.width), c.eps, dtype)
+            self.lm_head = get("lm_head.weight", c.vocab, c.hidden).to(dtype)
+        self.final_norm = RMSNorm(get("model.norm.weight", c.hidden), c.eps, dtype)
 
     def hidden(self, tokens: Tensor, attends: Sequence[Callable], positions: Tensor,
                kept_layers: int | None = None) -> tuple[Tensor, Tensor]:
@@ -352,15 +353,68 @@ class Qwen(torch.nn.Module):
         at = torch.tensor(layout.predictors, device=self.device)
         completions = [t for row, start in zip(rows, starts) for t in row[start:]]
         targets = torch.tensor(completions, device=self.device)
-        return self.score(xw[at], rstd[at] / temperature, targets)
+        return self.head_logprobs(xw[at], rstd[at] / temperature, targets)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The residual stream before the first layer: tokens (T,) -> (T, D) fp32."""
         return self.embed[tokens].float()
 
-    def score(self, x: Tensor, scale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def head_logprobs(self, x: Tensor, scale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """token_logprobs() with this model's head."""
         return token_logprobs(x, scale, self.lm_head, targets, self.live_vocab)
+
+
+# -----------------------------------------------------------------------------
+# All of its tensors, by name
+
+class Part(NamedTuple):
+    """One tensor of a Qwen, which may fuse several of Hugging Face's."""
+    owner: torch.nn.Module                       # the tensor is getattr(owner, attribute)
+    attribute: str
+    names: list[str]                             # Hugging Face's
+    rows: tuple[int, ...]                        # of each of these
+    shape: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.attribute != "qk_gains" and len(self.shape) == 2
+
+    def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A tensor of this shape -> (Hugging Face's name, tensor) for each one fused in it."""
+        for name, piece in zip(self.names, tensor.split(self.rows)):
+            yield name, piece if self.is_matrix else piece.flatten()
+
+
+def parts_of(model: Qwen) -> Iterator[Part]:
+    """All weights of a Qwen: first the matrices, then norms and biases."""
+    c = model.config
+    yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.hidden))
+    if not c.tied:
+        yield Part(model, "lm_head", ["lm_head.weight"], (c.vocab,), (c.vocab, c.hidden))
+    for layer in model.layers:
+        for attribute in ("qkv", "o", "gate_up", "down"):
+            linear = getattr(layer, attribute)
+            names = [f"{name}.weight" for name in linear.names]
+            yield Part(layer, attribute, names, linear.parts, (linear.weight.N, linear.weight.K))
+    yield Part(model.final_norm, "weight", ["model.norm.weight"], (c.hidden,), (c.hidden,))
+    for i, layer in enumerate(model.layers):
+        prefix = f"model.layers.{i}"
+        for norm, name in ((layer.input_norm, "input"), (layer.post_norm, "post_attention")):
+            yield Part(norm, "weight", [f"{prefix}.{name}_layernorm.weight"], (c.hidden,),
+                       (c.hidden,))
+        if layer.qkv_bias is not None:
+            names = [f"{prefix}.self_attn.{s}_proj.bias" for s in "qkv"]
+            yield Part(layer, "qkv_bias", names, layer.qkv.parts, (sum(layer.qkv.parts),))
+        if layer.qk_gains is not None:
+            names = [f"{prefix}.self_attn.{s}_norm.weight" for s in "qk"]
+            yield Part(layer, "qk_gains", names, (1, 1), (2, c.head_dim))
+
+
+def model_tensors(model: Qwen) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, tensor) of a Qwen, with its adapter merged in fp32."""
+    for part in parts_of(model):
+        held = getattr(part.owner, part.attribute)
+        yield from part.split(held if isinstance(held, Tensor) else held.merged())
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ QeRL's training loop: GRPO/DAPO on Qwen2.5 and Qwen3 with frozen 4-bit weights, 
     torchrun --nproc-per-node 8 train.py ...   the same; each GPU answers an eighth of the problems
 
 AQN (adaptive quantization noise) adds Gaussian noise to the norm weights while sampling; it's off
-by default (--sigma-start). Each step of train(), at the end of this file, has four parts:
+by default (--sigma-start). Each step of train() has four parts:
 
     sample    a group of G answers to each of P problems, with noise if AQN is on
     score     grade each answer and compare it with the rest of its group
@@ -50,6 +50,72 @@ from ranks import gather, say, share
 from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.figures import sampler_entropy
 from tasks.problems import problems_at
+
+# -----------------------------------------------------------------------------
+# The loop: sample, score, update, report
+
+def sample_answers(sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
+                   places: range | list) -> Rollouts:
+    """Samples group_size answers to each problem. places: see Sampler.generate."""
+    prompts = [problem.prompt for problem in problems]
+    return sampler.generate(prompts, group_size, sampling, places)
+
+
+def train(run: Run, sample: Callable = sample_answers) -> None:
+    """Runs all steps, starting at step 0 or from the checkpoint.
+
+    sample: a function like sample_answers, for example one that takes turns with a tool.
+    """
+    settings = run.settings
+    steps, seed, G = settings.steps, settings.seed, settings.group_size
+    sampling = Sampling(settings.max_new_tokens, run.tokenizer.end_ids, settings.temperature,
+                        seed=seed)
+    progress = begin(run)
+    if progress.step == 0:                       # redone if the run dies before its first save
+        before = evaluate(run, sample, 0)
+    for step in range(progress.step, steps):
+        # 1) Sample answers to this rank's share of the step's problems.
+        began = time.perf_counter()
+        next_cursor = progress.cursor + settings.prompts_per_step
+        places = share(range(progress.cursor, next_cursor))
+        problems = problems_at(run.problems, seed, places)
+        sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
+                             settings.noise_stages, settings.noise_schedule)
+        with aqn.noisy_norms(run.model, sigma, seed, step):      # everything else is noise-free
+            local = sample(run.sampler, problems, G, sampling, places)
+
+        # 2) Score. Then every rank gets all rows, in the same order.
+        scored = score(run.grade, problems, local)
+        rollouts = functools.reduce(operator.add, gather([scored]))
+        advantages = grpo.group_advantages(column(rollouts.rows, "task"), G,
+                                           settings.advantage_scale,
+                                           column(rollouts.rows, "shaping"))
+
+        # 3) Update the adapter.
+        updating = time.perf_counter()
+        weights = plan_updates(rollouts, run.learner.loss, settings)
+        rates = learning_rates(settings, step, steps, len(weights))
+        batch = Batch(rollouts.rows, advantages)
+        if len(weights) > 1:                     # else old and policy are the same
+            run.learner.compute_old_logprobs(batch, weights[:settings.updates_per_rollout])
+        updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]
+        done = time.perf_counter()
+
+        # 4) Report.
+        tokens = progress.tokens + rollouts.num_tokens
+        skipped = progress.skipped + sum(bool(update.failure) for update in updates)
+        metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
+                   "seconds_sample": updating - began, "seconds_update": done - updating}
+        metrics |= report(rollouts, batch.teaches(), weights, updates, G) | {"skipped": skipped}
+        if step == 0:
+            metrics |= {f"{key}_before": value for key, value in before.items()}
+        console.tell(settings, metrics, updates)
+        progress = Progress(step + 1, next_cursor, tokens, skipped)
+        if progress.step == steps or progress.step % settings.eval_every == 0:
+            metrics |= evaluate(run, sample, progress.step)
+        record(run, progress, metrics, batch)
+        run.watch.see(metrics, updates)          # may end the run
+
 
 # -----------------------------------------------------------------------------
 # Score
@@ -116,9 +182,9 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 # -----------------------------------------------------------------------------
 # Report
 
-def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Tensor],
+def report(rollouts: Rollouts, teaches: torch.Tensor, weights: list[torch.Tensor],
            updates: list[Update], group_size: int) -> dict:
-    """The step's metrics, defined in docs/metrics.md.
+    """The step's metrics, defined in docs/metrics.md. teaches: of Batch.teaches().
 
     Most are means over the B rows of all ranks; those that compare log-probs are means over the
     trained tokens. The loss isn't reported, because with centered advantages its value says nothing
@@ -141,7 +207,7 @@ def report(rollouts: Rollouts, advantages: torch.Tensor, weights: list[torch.Ten
     metrics["sampler_entropy"] = sampler_entropy(graded)
     informative = grpo.informative_groups(column(rows, "task"), group_size)
     in_some_update = (sum(weights) > 0).any(dim=1)               # (B,)
-    learned = (advantages != 0) & in_some_update
+    learned = teaches & in_some_update
     metrics["informative"] = informative.float().mean().item()
     metrics["groups"] = int(learned.view(-1, group_size).any(dim=1).sum())
     # Compare learner and sampler in the first update that trained a row, before the policy has
@@ -203,70 +269,7 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
 
 
 # -----------------------------------------------------------------------------
-# The loop: sample, score, update, report
-
-def sample_answers(sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
-                   places: range | list) -> Rollouts:
-    """Samples group_size answers to each problem. places: see Sampler.generate."""
-    prompts = [problem.prompt for problem in problems]
-    return sampler.generate(prompts, group_size, sampling, places)
-
-
-def train(run: Run, sample: Callable = sample_answers) -> None:
-    """Runs all steps, starting at step 0 or from the checkpoint.
-
-    sample: a function like sample_answers, for example one that takes turns with a tool.
-    """
-    settings = run.settings
-    steps, seed, G = settings.steps, settings.seed, settings.group_size
-    sampling = Sampling(settings.max_new_tokens, run.tokenizer.end_ids, settings.temperature,
-                        seed=seed)
-    progress = begin(run)
-    if progress.step == 0:                       # redone if the run dies before its first save
-        before = evaluate(run, sample, 0)
-    for step in range(progress.step, steps):
-        # 1) Sample answers to this rank's share of the step's problems.
-        began = time.perf_counter()
-        next_cursor = progress.cursor + settings.prompts_per_step
-        places = share(range(progress.cursor, next_cursor))
-        problems = problems_at(run.problems, seed, places)
-        sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
-                             settings.noise_stages, settings.noise_schedule)
-        with aqn.noisy_norms(run.model, sigma, seed, step):      # everything else is noise-free
-            local = sample(run.sampler, problems, G, sampling, places)
-
-        # 2) Score. Then every rank gets all rows, in the same order.
-        scored = score(run.grade, problems, local)
-        rollouts = functools.reduce(operator.add, gather([scored]))
-        advantages = grpo.group_advantages(column(rollouts.rows, "task"), G,
-                                           settings.advantage_scale,
-                                           column(rollouts.rows, "shaping"))
-
-        # 3) Update the adapter.
-        updating = time.perf_counter()
-        weights = plan_updates(rollouts, run.learner.loss, settings)
-        rates = learning_rates(settings, step, steps, len(weights))
-        batch = Batch(rollouts.rows, advantages)
-        if settings.updates_per_rollout > 1:     # else the first update computes them anyway
-            run.learner.compute_old_logprobs(batch, weights[:settings.updates_per_rollout])
-        updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]
-        done = time.perf_counter()
-
-        # 4) Report.
-        tokens = progress.tokens + rollouts.num_tokens
-        skipped = progress.skipped + sum(bool(update.failure) for update in updates)
-        metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
-                   "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, advantages, weights, updates, G) | {"skipped": skipped}
-        if step == 0:
-            metrics |= {f"{key}_before": value for key, value in before.items()}
-        console.tell(settings, metrics, updates)
-        progress = Progress(step + 1, next_cursor, tokens, skipped)
-        if progress.step == steps or progress.step % settings.eval_every == 0:
-            metrics |= evaluate(run, sample, progress.step)
-        record(run, progress, metrics, batch)
-        run.watch.see(metrics, updates)          # may end the run
-
+# The program
 
 def main(arguments: list[str] | None = None,
          change: Callable | None = None) -> Run:

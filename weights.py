@@ -418,56 +418,6 @@ def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
 SHARD_BYTES = 2**31                              # per output file, in memory until written
 
 
-class Part(NamedTuple):
-    """One tensor of a model.Qwen, which may fuse several of Hugging Face's."""
-    owner: torch.nn.Module                       # the tensor is getattr(owner, attribute)
-    attribute: str
-    names: list[str]                             # Hugging Face's
-    rows: tuple[int, ...]                        # of each of these
-    shape: tuple[int, ...]
-
-    @property
-    def is_matrix(self) -> bool:
-        return self.attribute != "qk_gains" and len(self.shape) == 2
-
-    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor of this shape -> (Hugging Face's name, tensor) for each one fused in it."""
-        for name, piece in zip(self.names, tensor.split(self.rows)):
-            yield name, piece if self.is_matrix else piece.flatten()
-
-
-def parts_of(model: torch.nn.Module) -> Iterator[Part]:
-    """All weights of a model.Qwen: first the matrices, then norms and biases."""
-    c = model.config
-    yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.width))
-    if not c.tied:
-        yield Part(model, "lm_head", ["lm_head.weight"], (c.vocab,), (c.vocab, c.width))
-    for layer in model.layers:
-        for attribute in ("qkv", "o", "gate_up", "down"):
-            linear = getattr(layer, attribute)
-            names = [f"{name}.weight" for name in linear.names]
-            yield Part(layer, attribute, names, linear.parts, (linear.weight.N, linear.weight.K))
-    yield Part(model.final_norm, "weight", ["model.norm.weight"], (c.width,), (c.width,))
-    for i, layer in enumerate(model.layers):
-        prefix = f"model.layers.{i}"
-        for norm, name in ((layer.input_norm, "input"), (layer.post_norm, "post_attention")):
-            yield Part(norm, "weight", [f"{prefix}.{name}_layernorm.weight"], (c.width,),
-                       (c.width,))
-        if layer.qkv_bias is not None:
-            names = [f"{prefix}.self_attn.{s}_proj.bias" for s in "qkv"]
-            yield Part(layer, "qkv_bias", names, layer.qkv.parts, (sum(layer.qkv.parts),))
-        if layer.qk_gains is not None:
-            names = [f"{prefix}.self_attn.{s}_norm.weight" for s in "qk"]
-            yield Part(layer, "qk_gains", names, (1, 1), (2, c.head_dim))
-
-
-def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, tensor) of a model.Qwen, with its adapter merged in fp32."""
-    for part in parts_of(model):
-        held = getattr(part.owner, part.attribute)
-        yield from part.split(held if isinstance(held, torch.Tensor) else held.merged())
-
-
 def in_16_bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as a 16-bit folder stores it: in bf16; norms and biases only if that changes none of
     their numbers, since models compute with them in fp32.

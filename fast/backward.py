@@ -9,13 +9,14 @@ Everything here is torch and needs no Triton. kernels.py in turn replaces the fu
     mlp              down(silu(gate) * up), with 16-bit gradients between its matmuls
     token_logprobs   log softmax at the sampled tokens, without the (T, V) tensor of all logits
     attend_packed    FlashAttention over a shared prompt, in two parts
-    look_up, score   full fine-tuning: gradients of embedding and head, added in place
+    look_up          full fine-tuning: the gradient of the embedding, added in place
+    head_logprobs    full fine-tuning: the same for the head
 
 Each has the name and arguments of the plain function that it replaces, which says what it computes.
 
-Shapes: T tokens, D width, F feed-forward, V vocabulary; M rows, N columns and K summed terms of a
-product; R LoRA rank, P parts of a fused linear; c rows of a chunk; S keys, H query heads, KV
-key-value heads, d head size.
+Shapes: T tokens, D hidden size, F intermediate size, V vocabulary; M rows, N columns and K summed
+terms of a product; R LoRA rank, P parts of a fused linear; c rows of a chunk; S keys, H query
+heads, KV key-value heads, d head size.
 """
 import functools
 from collections.abc import Iterator, Sequence
@@ -350,8 +351,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
                    live: int) -> tuple[Tensor, Tensor]:
     """Replaces model.token_logprobs; `head` gets no gradient. All V rows are multiplied and
-    the padding is dropped afterwards, because Qwen2.5's live, 151,665, is odd and cuBLAS has no aligned
-    kernel for odd widths.
+    the padding is dropped afterwards, because Qwen2.5's live, 151,665, is odd and cuBLAS has no
+    aligned kernel for odd widths.
     """
     return _TokenLogprobs.apply(x, scale, head, targets, live)
 
@@ -521,7 +522,7 @@ class PackSpans:
         self.prefix_tokens = sum(pack.prefixes)  # the first suffix begins here
 
 
-SPANS = WeakKeyDictionary()                      # PackedAttention -> PackSpans: all layers share them
+SPANS = WeakKeyDictionary()                      # PackedAttention -> PackSpans, for all layers
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, pack: PackedAttention) -> Tensor:
@@ -550,7 +551,7 @@ class _LookUp(torch.autograd.Function):
         return None, None, None
 
 
-class _Score(torch.autograd.Function):
+class _HeadLogprobs(torch.autograd.Function):
     """token_logprobs with a gradient for the head. That needs dL/dlogprob, which isn't known
     until the backward pass, so the logits are recomputed there, chunk by chunk.
     """
@@ -584,11 +585,11 @@ def look_up(leaf: Tensor, tokens: Tensor, copy: Tensor) -> Tensor:
     return _LookUp.apply(leaf, tokens, copy)
 
 
-def score(x: Tensor, scale: Tensor, leaf: Tensor, copy: Tensor, targets: Tensor,
-          live: int) -> tuple[Tensor, Tensor]:
-    """Replaces full.score."""
-    return _Score.apply(x, scale, leaf, copy, targets, live)
+def head_logprobs(x: Tensor, scale: Tensor, leaf: Tensor, copy: Tensor, targets: Tensor,
+                  live: int) -> tuple[Tensor, Tensor]:
+    """Replaces full.head_logprobs."""
+    return _HeadLogprobs.apply(x, scale, leaf, copy, targets, live)
 
 
 GPU_VERSIONS = {function.__name__: function for function in (
-    linear, mlp, token_logprobs, attend_packed, look_up, score)}
+    linear, mlp, token_logprobs, attend_packed, look_up, head_logprobs)}

@@ -28,8 +28,8 @@ the host reads tokens only once per window of 8 steps.
 A graph contains addresses, not values. Adapters, norms and their noise are read in place, so an
 optimizer step doesn't require a new capture.
 
-Shapes: n rows (a matmul's M), K in_features, R LoRA rank, V vocabulary, D width, F feed-forward, H
-query heads, KV key-value heads, d head size.
+Shapes: n rows (a matmul's M), K in_features, R LoRA rank, V vocabulary, D hidden size, F
+intermediate size, H query heads, KV key-value heads, d head size.
 """
 import functools
 from typing import Callable, Hashable, Iterable
@@ -209,7 +209,7 @@ class GraphEngine(TorchEngine):
         c = model.config
         if c.head_dim not in (64, 128):
             raise UserError(f"heads of size {c.head_dim}: the GPU kernels support only 64 and 128")
-        sizes = c.width, c.feed_forward, c.heads * c.head_dim
+        sizes = c.hidden, c.intermediate, c.heads * c.head_dim
         if any(size % TILE_SIDE for size in sizes):
             raise UserError(f"width, feed-forward and heads x head size are {sizes}: the GPU "
                             f"kernels support only multiples of {TILE_SIDE}")
@@ -365,7 +365,7 @@ class GraphEngine(TorchEngine):
         model = self.model
         pdl = self.pdl
         c = model.config
-        D, F, H, KV, d = c.width, c.feed_forward, c.heads, c.kv_heads, c.head_dim
+        D, F, H, KV, d = c.hidden, c.intermediate, c.heads, c.kv_heads, c.head_dim
         bucket = next((rows for rows in PROGRAM_SIZES if n <= rows), max(PROGRAM_SIZES))
         tile, heads_size, residual_size, swiglu_size = PROGRAM_SIZES[bucket]
         if finishing_kib(model.layers[0].qkv.rank, tile) > self.shared_memory:

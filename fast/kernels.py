@@ -32,8 +32,8 @@ without PDL, after the entire previous step.
 
 Tensors are row-major, and contiguous unless a stride is given. Rows past M are masked.
 
-Shapes: M rows, N out_features, R LoRA rank, S slabs, D width, F feed-forward, V vocabulary, H
-query heads, KV key-value heads, d head size, T tokens.
+Shapes: M rows, N out_features, R LoRA rank, S slabs, D hidden size, F intermediate size, V
+vocabulary, H query heads, KV key-value heads, d head size, T tokens.
 """
 from functools import cache
 from typing import Callable, NamedTuple
@@ -98,8 +98,8 @@ class RotaryTable(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """Each row's state, int64 (M,): sampler.DecodeBatch without its table and with siblings in place
-    of groups, plus pick_kernel's counters.
+    """Each row's state, int64 (M,): sampler.DecodeBatch without its table and with siblings in
+    place of groups, plus pick_kernel's counters.
     """
     token: tl.tensor        # the next input
     pos: tl.tensor          # its position
@@ -942,8 +942,8 @@ def swiglu_forward_kernel(
 
 def swiglu_backward(y: torch.Tensor, rstd: torch.Tensor, dh: torch.Tensor,
                     dy: torch.Tensor) -> torch.Tensor:
-    """Replaces backward.swiglu_backward: reads y and dh once and writes dy once, with one program per
-    row, since drstd is a sum over it.
+    """Replaces backward.swiglu_backward: reads y and dh once and writes dy once, with one program
+    per row, since drstd is a sum over it.
     """
     drstd = torch.empty_like(rstd)
     swiglu_backward_kernel[y.shape[0],](y, rstd, dh.contiguous(), dy, dy.stride(0), drstd,

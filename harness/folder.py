@@ -58,6 +58,7 @@ except ImportError:                              # Windows has no such locks
     fcntl = None
 
 Tensors = dict[str, torch.Tensor]
+LOGS = "metrics.jsonl", "samples.jsonl", "held_out.jsonl"
 
 
 # -----------------------------------------------------------------------------
@@ -134,15 +135,20 @@ class RunFolder:
     def __init__(self, path: Path, live: Tensors, write_adapter: Callable[[Tensors, Path], None],
                  result: str = "adapter"):
         self.path = path
-        self.live = live
         self.write_adapter = write_adapter
         self.result = result
         self.checkpoints = path / "checkpoints"
-        # The GPU can copy into pinned memory directly, at the full speed of the bus.
-        self.copies = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
-                       for name, t in live.items()}
+        self.live, self.copies = {}, {}
+        for name, tensor in live.items():
+            self.add(name, tensor)
         self.counters = {}
         self.run_json = {}                       # the content of run.json, set by start()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Makes a tensor part of every checkpoint, before start(); it may only change in place."""
+        self.live[name] = tensor
+        # The GPU can copy into pinned memory directly, at the full speed of the bus.
+        self.copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
     def start(self, run_json: dict, resume: bool) -> dict:
         """For a new run, writes run.json. For a resumed one, loads the newest checkpoint into the
@@ -157,7 +163,7 @@ class RunFolder:
             return {}
         self.load()                              # on every rank
         if RANK == 0:
-            for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"):
+            for name in self.run_json.get("logs", LOGS):
                 trim_log(self.path / name, self.counters.get("step", 0))
         if self.counters:
             for name, t in self.copies.items():
@@ -166,7 +172,12 @@ class RunFolder:
         return self.counters
 
     def log(self, name: str, objects: list[dict]) -> None:
-        """Appends lines to a log. They reach the disk before their step's checkpoint."""
+        """Appends lines to a log. They reach the disk before their step's checkpoint. Each line has
+        a `step`, at which --resume cuts the log.
+        """
+        known = self.run_json.get("logs", LOGS)
+        if name not in known:
+            self.note(logs=[*known, name])
         if RANK == 0:
             append_lines(self.path / name, objects)
 

@@ -119,9 +119,9 @@ def model_bytes(config: ModelConfig, base: str, rank: int) -> tuple[float, int]:
     c = config
     heads = c.heads * c.head_dim
     kv_heads = c.kv_heads * c.head_dim
-    linears = [(heads, c.width), (kv_heads, c.width), (kv_heads, c.width), (c.width, heads),
-               (c.feed_forward, c.width), (c.feed_forward, c.width), (c.width, c.feed_forward)]
-    embeddings = (2 - c.tied) * c.vocab * c.width
+    linears = [(heads, c.hidden), (kv_heads, c.hidden), (kv_heads, c.hidden), (c.hidden, heads),
+               (c.intermediate, c.hidden), (c.intermediate, c.hidden), (c.hidden, c.intermediate)]
+    embeddings = (2 - c.tied) * c.vocab * c.hidden
     weights = c.layers * sum(n * k for n, k in linears) * BITS[base] / 8 + 2 * embeddings
     parameters = c.layers * sum(rank * (n + k) for n, k in linears)
     return weights, Learner.state_bytes(parameters, torch.bfloat16)
@@ -217,7 +217,7 @@ class Plan:
         graphs = GRAPH_LOGITS * max_rows * c.vocab
         graphs += max(w.N * w.K * w.dtype.itemsize * w.expands(max_rows) for w in weights)
         # Bytes per token: gate|up in fp32 and h in 16 bits, 10 F; tensors of width D, 20 D.
-        graphs += LARGEST_PREFILL * (10 * c.feed_forward + 20 * c.width)
+        graphs += LARGEST_PREFILL * (10 * c.intermediate + 20 * c.hidden)
         return {"weights": self.held - adapter_bytes, "adapter": adapter_bytes, "graphs": graphs,
                 "CUDA context, NCCL": CUDA_CONTEXT, "fragments": FRAGMENTS * self.limit}
 
@@ -230,7 +230,7 @@ class Plan:
         least_pool, useful_pool = self.least_pool, max_rows * self.kv_row
         if self.limits.kv_gib:
             least_pool = useful_pool = self.limits.kv_gib * GIB
-        sizes = preferred_sizes(self.model.config.width)
+        sizes = preferred_sizes(self.model.config.hidden)
         if self.limits.micro_batch_tokens:
             sizes = [(self.limits.micro_batch_tokens, 0)]
         tried = []

@@ -101,6 +101,8 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
         tell_other_conditions(settings.adapter, conditions)
     learner = Learner(model, loss_of(settings), settings.temperature, settings.max_grad_norm,
                       settings.weight_decay)
+    # Everything that a checkpoint holds. Add a fork's tensors here, before memory is divided.
+    state = learner.tensors()
     limits = memory.Limits(settings.memory_gib, None, settings.micro_batch_tokens)
     sampler = divide_memory(learner, limits, settings, settings.max_prompt_tokens,
                             len(held_out), limits_at_start(earlier, limits))
@@ -118,7 +120,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
         full.save(model, tensors["master"].cpu(), folder)
 
     result = {"lora": (write_adapter, "adapter"), "full": (write_model, "model")}
-    run_folder = RunFolder(out, learner.tensors(), *result[settings.train])
+    run_folder = RunFolder(out, state, *result[settings.train])
     say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
                Watch(settings), flags, earlier)
@@ -246,12 +248,13 @@ def divide_memory(learner: Learner, limits: memory.Limits, rollout: Rollout,
         sampler = Sampler(model, longest, rows, (first_limits or limits).kv_gib)
         tokens = (first_limits or limits).micro_batch_tokens or learner.micro_batch_tokens
         # A small model's activations are cheaper to keep than to recompute.
-        kept_layers = len(model.layers) if model.config.width <= 256 else 0
+        kept_layers = len(model.layers) if model.config.hidden <= 256 else 0
     tokens = min(gather([tokens]))               # ranks share one list and must all cut it alike
     learner.micro_batch_tokens = tokens
     learner.kept_layers = kept_layers
     say(f"{learner.adapter.master.numel():,} trained parameters; KV pool of "
-        f"{sampler.engine.kv.nbytes / 2**30:.2f} GiB, {(sampler.kv_blocks - 1) * KV_BLOCK:,} tokens; "
+        f"{sampler.engine.kv.nbytes / 2**30:.2f} GiB, "
+        f"{(sampler.kv_blocks - 1) * KV_BLOCK:,} tokens; "
         f"micro-batches of {tokens:,} tokens; {kept_layers} of {len(model.layers)} layers keep "
         "their activations")
     return sampler
@@ -328,7 +331,8 @@ def load_kernels(device: torch.device, kernels: str | None = None) -> None:
     """
     if kernels == "torch":
         from fast import backward  # late: a CPU doesn't need it
-        ON_GPU.update(PLAIN | backward.GPU_VERSIONS, pack=nvfp4.plain_weight, GraphEngine=TorchEngine)
+        ON_GPU.update(PLAIN | backward.GPU_VERSIONS, pack=nvfp4.plain_weight,
+                      GraphEngine=TorchEngine)
         return
     instead = "; try --kernels torch (untested there)"
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper
@@ -356,5 +360,5 @@ def configure_cpu(model) -> None:
         # The mode would also fill every torch.empty() with NaN, for debugging.
         torch.utils.deterministic.fill_uninitialized_memory = False
         # More threads would spend longer waiting for each other than computing.
-        if model.config.width < 1024:
+        if model.config.hidden < 1024:
             torch.set_num_threads(min(2, torch.get_num_threads()))

@@ -41,7 +41,7 @@ def test_random_model_runs_and_is_reproducible(on_cpu, monkeypatch, base, qwen3)
     if qwen3:
         monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True, 32, False, True))
     model = bench.random_model("toy", base, lora_rank=0)
-    assert (model.config.width, len(model.layers), model.layers[0].qk_gains is not None) == (64, 2, qwen3)
+    assert (model.config.hidden, len(model.layers), model.layers[0].qk_gains is not None) == (64, 2, qwen3)
     with torch.no_grad():
         logits = model(torch.arange(12).view(1, 12))
     assert logits.shape == (1, 12, model.live_vocab) and logits.isfinite().all() and logits.std() > 0.1

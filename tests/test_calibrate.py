@@ -174,7 +174,7 @@ def some_layer(tiny):
     """-> a layer of the 16-bit model, the model's embedding and config."""
     files = WeightReader(ModelFolder(tiny["untied"].folder), "bf16", CPU, torch.float32)
     config = qwen.ModelConfig.from_json(files.config)
-    embed = files.read("model.embed_tokens.weight", config.vocab, config.width).float()
+    embed = files.read("model.embed_tokens.weight", config.vocab, config.hidden).float()
     layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype)
     return layer.requires_grad_(False), embed, config
 
@@ -201,7 +201,7 @@ def test_listener_hears_inputs_and_changes_no_result(both, tiny, some_layer):
         x = x.double()
         normed = x / (x.square().mean(-1, keepdim=True) + config.eps).sqrt() * norm.weight.double()
         # The sum of D squares, whose error the root halves, and a few more roundings.
-        assert ((given - normed).abs() <= (config.width / 2 + 6) * EPS * normed.abs()).all()
+        assert ((given - normed).abs() <= (config.hidden / 2 + 6) * EPS * normed.abs()).all()
     gate, up = (gate_up.double() @ exact[layer.gate_up].T).chunk(2, dim=-1)
     assert torch.allclose(down.double(), torch.nn.functional.silu(gate) * up, rtol=0, atol=1e-5)
     assert torch.allclose(got.double(), middle.double() + down.double() @ exact[layer.down].T, rtol=0, atol=1e-5)

@@ -97,7 +97,7 @@ def test_cpu_gradient_accumulation_is_deterministic():
     before = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     try:
         torch.set_num_threads(2)
-        configure_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(width=128)))
+        configure_cpu(SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(hidden=128)))
         sums = set()
         for _ in range(300):
             x = torch.zeros(1500, 128, requires_grad=True)

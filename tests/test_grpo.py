@@ -186,7 +186,7 @@ def test_gspo_has_its_own_narrow_clip():
 def test_empty_micro_batch_adds_nothing():
     empty, row = torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     for loss in LOSSES.values():
-        value, sums = policy_loss(LogProbs(empty, empty, empty), torch.ones(2), row, empty, loss)
+        value, sums = policy_loss(LogProbs(empty, empty, empty), empty.detach(), row, empty, loss)
         assert value == 0 and summarize(sums) == {} and sums["rollout_is"] == 0
 
 
@@ -206,7 +206,7 @@ def test_kl_pulls_towards_the_reference(ref, sign):
 def test_metrics_by_hand():
     # Ratios 1, 1.25, 0.5 and 1; each token has log-prob -2 in the rollout and -3 in the reference.
     ratio = torch.tensor([1, 1.25, 0.5, 1]).double()
-    row, advantages = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, -1.0])
+    row, advantages = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 1.0, -1.0, -1.0])
     rollout = torch.full((4,), -2.0).double()
     _, sums = policy_loss(LogProbs(ratio.log() - 2, rollout, rollout, rollout - 1), advantages, row, torch.ones(4),
                           loss_of("dapo", clip_high=.2))

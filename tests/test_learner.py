@@ -167,36 +167,6 @@ def test_masked_tokens_are_context_only(tiny, loss):
 
 
 @pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
-def test_first_pass_is_the_old_policy_of_later_ones(tiny, monkeypatch, loss, changes):
-    # The first update trains the first two groups, the second one all rows. In a row's first pass the ratio is 1 and
-    # the importance weight is learner / rollout. In its second pass the ratio compares two passes of the learner,
-    # whatever the rollout was.
-    monkeypatch.setitem(grpo.CORRECTIONS, "truncate", grpo.Correction("old", 1.2))       # low enough to bind
-    learner, _, batch, weights = some_step(tiny, loss, **changes)
-    start = learner.adapter.master.data.clone()
-    first = learner.update(batch, torch.where(torch.arange(16)[:, None] < 8, weights, 0.0), lr=5e-2)
-    assert first.sums["clip_ratio_low"] + first.sums["clip_ratio_high"] == 0
-    trained = [b for b in range(16) if weights[b].any() and batch.advantages[b] != 0]
-    assert sorted(batch.old) == [b for b in trained if b < 8]
-    kept = {b: t.clone() for b, t in batch.old.items()}
-    moved = learner.adapter.master.data.clone()
-    learner.adapter.master.data.copy_(start)
-    learner.adapter.sync()
-    exact = logprobs_of(learner.model, [batch.rows[b] for b in kept])
-    torch.testing.assert_close(torch.cat(list(kept.values())), exact, rtol=0, atol=1e-5)
-    learner.adapter.master.data.copy_(moved)
-    learner.adapter.sync()
-
-    tensors = {name: t.clone() for name, t in learner.adapter.peft_tensors(moved)}
-    second = learner.update(batch, weights, lr=0.0)
-    assert second.sums["clip_ratio_low"] + second.sums["clip_ratio_high"] > 0
-    assert sorted(batch.old) == trained and all(torch.equal(batch.old[b], t) for b, t in kept.items())
-    batch.old |= {b: batch.rows[b].logprobs for b in range(16) if b not in trained}      # unused: advantage or weight 0
-    want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
-    assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5
-
-
-@pytest.mark.parametrize("loss,changes", [("dapo", {}), ("gspo", CLIPS["gspo"])])
 def test_minibatches_share_the_first_old_policy(tiny, loss, changes):
     learner, _, batch, weights = some_step(tiny, loss, **changes)
     halves = [torch.where(half[:, None], weights, 0.0) for half in (torch.arange(16) < 8, torch.arange(16) >= 8)]
@@ -224,7 +194,7 @@ def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
     gradients = []
     for tokens, kept in ((100_000, 0), (100_000, 2), (60, 1), (1, 0)):    # a longer row gets a batch of its own
         learner.micro_batch_tokens, learner.kept_layers = tokens, kept
-        learner.update(*step, lr=0.0)
+        learner.update(Batch(step[0].rows, step[0].advantages), step[1], lr=0.0)
         gradients.append(learner.adapter.master.grad.clone())
     assert gradients[0].norm() > 0 and torch.equal(gradients[0], gradients[1])
     # fp32 sums over up to 300 tokens in another order, and ratios with the rounding of the log-probs: 4e-6 in practice.
@@ -232,16 +202,26 @@ def test_micro_batches_and_kept_layers_do_not_change_the_gradient(tiny, loss):
         assert (gradient - gradients[0]).norm() < 1e-5 * gradients[0].norm()
 
 
-def test_row_from_another_rank_stops_the_pass(tiny):
-    # Without its old log-probs, this pass would silently count as the first.
+def test_second_update_needs_old_logprobs(tiny):
+    learner, _, batch, weights = some_step(tiny)                          # without them, its ratio would always be 1
+    learner.update(batch, weights, lr=1e-3)
+    with pytest.raises(AssertionError, match="no old log-probs"):
+        learner.update(batch, weights, lr=1e-3)
+
+
+def test_token_advantages_add_to_the_rows(tiny):
     learner, _, batch, weights = some_step(tiny)
-    learner.accumulate_gradient(batch, weights, 0, 2)
-    learner.accumulate_gradient(batch, weights, 0, 2)                     # dealt the same way, so every row is found
-    mine = set(batch.old)
-    assert mine < batch.seen == {b for b in range(16) if weights[b].any() and batch.advantages[b] != 0}
-    with pytest.raises(AssertionError, match="its old log-probs are on another rank"):
-        learner.accumulate_gradient(batch, weights, 1, 2)                 # as rank 1, but without its old log-probs
-    assert set(batch.old) == mine
+
+    def gradient(advantages, extra=None):
+        learner.update(Batch(batch.rows, advantages, extra), weights, lr=0.0)
+        return learner.adapter.master.grad.clone()
+
+    want = gradient(batch.advantages)
+    spread = [torch.full((len(row.completion),), a) for row, a in zip(batch.rows, batch.advantages)]
+    assert torch.equal(gradient(torch.zeros(16), spread), want)           # each of a row's tokens has all of it
+    spread[0] = torch.arange(len(spread[0])).float()
+    changed = gradient(torch.zeros(16), spread)
+    assert (changed - want).norm() > 1e-3 * want.norm()
 
 
 # -----------------------------------------------------------------------------
@@ -250,7 +230,7 @@ def test_row_from_another_rank_stops_the_pass(tiny):
 def test_clip_adds_1e_6_to_the_norm_like_torch(tiny):
     learner, _, batch, weights = some_step(tiny, max_grad_norm=1e-6)
     norm = learner.update(batch, weights, lr=0.0).grad_norm
-    learner.update(batch, weights * (4e-6 / norm), lr=0.0)
+    learner.update(Batch(batch.rows, batch.advantages), weights * (4e-6 / norm), lr=0.0)
     assert learner.adapter.master.grad.norm().item() == pytest.approx(4 / 5 * 1e-6, rel=1e-3)
 
 
@@ -320,6 +300,7 @@ def test_no_step_without_advantage_or_weight(tiny):
 
 def test_no_step_where_every_token_is_clipped(tiny):
     learner, _, batch, weights = some_step(tiny)
+    learner.compute_old_logprobs(batch, [weights])
     learner.update(batch, weights, lr=1e-3)
     for b, old in batch.old.items():            # as if the policy had moved far in the direction of its advantages
         old -= 5 * batch.advantages[b].sign()
@@ -333,6 +314,7 @@ def test_no_step_where_every_token_is_clipped(tiny):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nonfinite_gradient_is_skipped(tiny, monkeypatch, value):
     learner, _, batch, weights = some_step(tiny)
+    learner.compute_old_logprobs(batch, [weights])
     learner.update(batch, weights, lr=1e-3)
     before = {name: t.clone() for name, t in learner.tensors().items()}
     real = learner.accumulate_gradient

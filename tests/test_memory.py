@@ -332,7 +332,7 @@ def test_model_larger_than_the_card_is_rejected(monkeypatch, size, base, train, 
 @pytest.mark.parametrize("width,largest", [(896, 32768), (1536, 32768), (3584, 16384), (8192, 16384)])
 def test_narrow_model_gets_larger_micro_batch(gpu, monkeypatch, width, largest):
     gpu.token_bytes = 2**10                                               # any size fits
-    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, width=width))
+    monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, hidden=width))
     assert gpu.plan().micro_batch_tokens == largest
 
 
@@ -346,7 +346,7 @@ UPDATES = {
 @pytest.mark.parametrize("width,kib,limits", [(3584, 176, range(14, 141, 3)), (1536, 81, range(8, 48, 2))])
 def test_micro_batch_is_the_fastest_and_more_memory_never_slows_it(gpu, monkeypatch, width, kib, limits):
     # A layer keeps so many KiB per token. 8 sequences can use 8 GiB of KV cache.
-    make_useful(gpu, monkeypatch, 8, width=width, layers=28)
+    make_useful(gpu, monkeypatch, 8, hidden=width, layers=28)
     gpu.token_bytes, gpu.total = kib * 2**10, 141 * GIB
 
     def seconds(plan):

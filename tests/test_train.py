@@ -248,13 +248,13 @@ def test_report_combines_a_steps_updates():
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
     weights = [torch.tensor([[0.5, 0.5], *[[0.0, 0.0]] * 3]), torch.zeros(4, 2)]   # the second group is masked
-    metrics = train_py.report(rollouts, torch.tensor([1.0, -1.0] * 2), weights, updates, group_size=2)
+    metrics = train_py.report(rollouts, torch.ones(4).bool(), weights, updates, group_size=2)
     assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
     assert metrics["idle"] == pytest.approx(0.2)                        # 10 computed, 8 kept
     assert metrics["sampler_entropy"] == 0.5                            # over all rows, even uninformative ones
-    unmeasured = train_py.report(Rollouts(rows), torch.tensor([1.0, -1.0] * 2), weights, updates, group_size=2)
+    unmeasured = train_py.report(Rollouts(rows), torch.ones(4).bool(), weights, updates, group_size=2)
     assert unmeasured["tokens_per_s"] == 0  # a user's sampling function may not measure time
 
 

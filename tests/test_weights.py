@@ -17,8 +17,8 @@ from tiny_qwen2 import GROUPS, SHAPES, TARGETS, merged, random_tensors, write_fo
 import nvfp4
 import weights as weights_py
 from files import UserError
-from model import ModelConfig, load
-from weights import NVFP4_CONFIG, ModelFolder, hub_id, model_tensors, nvfp4_tensors, read_config, resolve, save_model
+from model import ModelConfig, load, model_tensors
+from weights import NVFP4_CONFIG, ModelFolder, hub_id, nvfp4_tensors, read_config, resolve, save_model
 
 HERE = Path(__file__).parent
 

@@ -31,7 +31,7 @@ from harness.config import add_flag, number
 from harness.setup import choose_device
 from prompts import Tokenizer, encode_prompts
 from tasks.problems import load_problems
-from weights import ModelFolder, in_16_bits, model_tensors, save_model
+from weights import ModelFolder, in_16_bits, save_model
 
 
 def convert_to_nvfp4(args: argparse.Namespace) -> None:
@@ -63,7 +63,7 @@ def write_merged(args: argparse.Namespace) -> None:
     folder = ModelFolder(settings.model)
     model = qwen.load(folder, settings.base, device)
     lora.load_adapter(model, adapter)
-    tensors = ((name, in_16_bits(t.detach()).cpu()) for name, t in model_tensors(model))
+    tensors = ((name, in_16_bits(t.detach()).cpu()) for name, t in qwen.model_tensors(model))
     save_model(tensors, folder.path, args.out, {"merged_adapter": str(adapter)})
     print(f"{args.out}: {settings.model} ({settings.base}) with {adapter}, in bf16")
 

@@ -100,7 +100,7 @@ sigmas = [aqn.sigma_at(step, STEPS, 1e-2, 5e-4, 10) for step in range(STEPS)]
 
 norm = model.layers[0].input_norm
 W = model.layers[0].qkv.weight.dequantize()      # the linear after that norm
-x = torch.ones(model.config.width)               # stands for x / rms(x)
+x = torch.ones(model.config.hidden)               # stands for x / rms(x)
 with aqn.noisy_norms(model, sigmas[STEP], SEED, STEP):
     noise = norm.noise.clone()
     noisy_norm = W @ ((norm.weight + norm.noise) * x)
@@ -160,8 +160,8 @@ print(f"wrong  (0 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.min():5
 print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantages)}")
 
 # %% 7. The loss of a token
-# The learner recomputes the log-probs of the same tokens, without noise. In its first pass, policy
-# and old policy are the same.
+# The learner recomputes the log-probs of the same tokens, without noise. Before the first update,
+# policy and old policy are the same.
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
 finished = torch.tensor([row.finished for row in rollouts.rows])
@@ -202,7 +202,7 @@ def show_losses(policy):
                   f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}"
                   f"{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, rollout_logprobs, old)
-    total, _ = grpo.policy_loss(same, advantages, row_of_token, weight_of_token, loss)
+    total, _ = grpo.policy_loss(same, advantages[row_of_token], row_of_token, weight_of_token, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
 
 
