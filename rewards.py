@@ -4,7 +4,7 @@ Rewards from text: finds the answer in a completion, compares it with the data s
 
     extract(r"so \boxed{\frac12}")    ->  Extraction(answer=r"\frac12", rule="box")
     grade(r"\boxed{\frac12}", "0.5")  ->  Grade(correct=1, format=1, rule="box", answer=r"\frac12")
-    grade(r"\boxed{3+4}", "7", "What is $3+4$?").correct  ->  0: copied from the question
+    grade(r"\boxed{3+4}", "7").correct  ->  0: the model has to compute the 7 itself
 
 The first of these rules that applies gives the answer:
 
@@ -14,7 +14,8 @@ The first of these rules that applies gives the answer:
                  a subject: "answer: the sum is 5" gives 5
 
 Only the first turn counts, after its last </think>. Everything in the box, tag or sentence is part
-of the answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" aren't.
+of the answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" aren't. A value
+is not enough, either: grader/forms.py says which spellings earn nothing.
 
 It takes time linear in the length of the text, so there's no time limit.
 """
@@ -22,8 +23,9 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from grader.answers import DOUBT, FUNCTIONS, clean, is_equal
+from grader.answers import DOUBT, is_equal
 from grader.boxes import last_box
+from grader.forms import is_copied, is_padded, is_unfinished
 
 MAX_TAIL = 20_000      # tags and markers count only in the last characters, boxes anywhere
 
@@ -58,73 +60,24 @@ def extract(text: str) -> Extraction:
 
 class Grade(NamedTuple):
     """The verdict on one completion."""
-    correct: int           # 1 if the answer equals the gold answer and is not copied, else 0
+    correct: int           # 1 if the answer equals the gold answer and is written out, else 0
     format: int            # 1 if the answer has the form that the prompt asked for, else 0
     rule: str              # the one that found the answer, see Extraction
     answer: str | None     # as written in the completion
 
 
 def grade(completion: str, gold: str, question: str = "", style: str = "boxed") -> Grade:
-    """Scores one completion. An answer that only copies a formula from the question is wrong.
+    """Scores one completion. Unfinished arithmetic and copies of a formula in the question are
+    wrong, even if they equal the gold answer.
 
     style: the form that the prompt asked for, "boxed" or "tags".
     """
     answer, rule = extract(completion)
-    correct = int(answer is not None and is_equal(answer, gold)
-                  and not is_copied(answer, question, gold))
+    correct = int(answer is not None and is_equal(answer, gold) and not (
+        is_unfinished(answer, gold) or is_copied(answer, question, gold)
+        or is_padded(answer, question, gold)))
     well_formed = format_tags(completion) if style == "tags" else int(rule == "box")
     return Grade(correct, well_formed, rule, answer)
-
-
-def is_copied(answer: str, question: str, gold: str) -> bool:
-    r"""True if the answer only copies a formula (with an operator) from the question and the gold
-    answer isn't written that way: \boxed{\binom{18}{12}} equals 18564, but computes nothing.
-
-    The formula is in the question if some part has the same symbols, in any order, and equals the
-    gold answer: 7+12 is 12+7, but 7/2 isn't 2/7. A policy can still write X + 0 for a formula X, or
-    a formula that the question has only in words, such as 7*9-8.
-    """
-    formulas = [sorted(symbols(side)) for side in sides(answer) if OPERATOR.search(side)]
-    if not formulas or any(sorted(symbols(side)) in formulas for side in sides(gold)):
-        return False
-    question = clean(question)
-    text = symbols(question)
-    places = list(SYMBOL.finditer(question))
-    parts = {question[places[i].start():places[i + len(formula) - 1].end()]
-             for formula in formulas for i in range(len(text) - len(formula) + 1)
-             if sorted(text[i:i + len(formula)]) == formula}
-    return any(is_equal(with_brackets(part), gold) for part in parts)
-
-
-def sides(answer: str) -> list[str]:
-    """The cleaned answer, and only its last side: the 5 in x = 2 + 3 = 5."""
-    answer = clean(answer)
-    return [answer, answer.partition("≈")[0].rpartition("=")[2]]
-
-
-def symbols(s: str) -> list[str]:
-    r"""All symbols but brackets, + and *; a number is one symbol. x+\frac12 and 1/2 + x have the
-    same ones.
-    """
-    return ["/" if symbol == r"\frac" else symbol.strip().replace(",", "")
-            for symbol in SYMBOL.findall(s)]
-
-
-def with_brackets(part: str) -> str:
-    r"""Adds the brackets that part of a formula lacks: x)/(y becomes (x)/(y). Empty if the part
-    closes a brace that it doesn't open, like the 1}{2 in \frac{1}{2}.
-    """
-    before = after = ""  # the missing brackets
-    for character in part:
-        if character in "({":
-            after = (")" if character == "(" else "}") + after
-        elif character == after[:1]:
-            after = after[1:]
-        elif character == ")":
-            before += "("
-        elif character == "}":
-            return ""
-    return before + part + after
 
 
 def format_tags(text: str) -> int:
@@ -189,14 +142,8 @@ TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # "answer is", "Answer:" or "**Answer**:", but not "answer isn't" or "answers".
 MARKER = re.compile(
     r"answer\s*(?:(?:\*\*|__)\s*)?(?:is(?![a-z'’])\s*:?|:|=)|####", re.IGNORECASE)
-# In "The answer is 3.5. It is correct." the sentence ends after the 5.
-SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)")
-# 1,234.5 is one symbol, \frac12 is three.
-SYMBOL = re.compile(r"\\[A-Za-z]+|(?<=\\frac|binom)\s*[0-9]"
-                    r"|[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+|[^\s(){}+*,]")
-# What makes values a formula; -5 and 2\pi have none. 60 decimals come from \overline.
-OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
-                      rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(FUNCTIONS)})")
+# In "The answer is 3.5. It is correct." the sentence ends after the 5; reasons don't belong to it.
+SENTENCE_END = re.compile(r"\n|(?<=[^\s.])\.(?:\s|$)|。|,?\s(?:because|since)\b")
 
 
 # -----------------------------------------------------------------------------

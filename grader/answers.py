@@ -61,6 +61,7 @@ UNICODE = str.maketrans({
     θ \theta  α \alpha  β \beta  ± \pm  ² ^{2}  ³ ^{3}  ⁴ ^{4}  ½ \frac{1}{2}
     ⅓ \frac{1}{3}  ⅔ \frac{2}{3}  ¼ \frac{1}{4}  ¾ \frac{3}{4}  ℝ \mathbb{R}"""),
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\ufe63", "-"),
+    "。": ".", "、": ",",
     **dict.fromkeys("\u00b7\u00d7\u2217\u2219\u22c5", "*"),
     **{0xFF01 + i: chr(0x21 + i) for i in range(94)},  # full-width
 })
@@ -141,18 +142,20 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # \{x \mid x < 3\}: only the condition counts
     (r"^\s*\\\{\s*([a-z])\s*(?:=\s*\(-\\infty,\\infty\)\s*)?[|:](?=.*\1)(?=.*(?:[<>]|!=|=\s*[(\[]))"
      r"(.*)\\\}\s*$", r"\2"),
-    # 2x for all x
-    (r"(?is)(?<=..)(?:(?<=\s)«?|,)(?:for (?:all|every|any|each)\b|\\forall)"
-     r"(?!.*\b(?:but|except)\b).*", ""),
+    # 2x for all x > 0, but not 7 for all n, 8, 9
+    (r"(?i)(?<=..)(?:(?<=\s)«?|,)(?:for (?:all|every|any|each)\b|\\forall)"
+     r"(?!.*\b(?:but|except|or|and|else|otherwise|then|while)\b)"
+     r"(?:[^,;0-9()<>=]|[<>=](?!\s*-?\s*[0-9])|[<>=]\s*-?\s*[0-9]+(?:\.[0-9]+)?|\([^()]*\)"
+     r"|,\s*(?=[a-z]\b))*$", ""),
     # dollar signs around formulas, and currency signs inside larger ones
     (r"[$~€£]", ""),
     # 6:30 p.m.
     (r"(?i)(?<![a-z])([ap])\.\s?m\.?(?![a-z])", r"\1m"),
     # 1 1/2, but not in 2^1 1/2 or 3/1 1/2
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
-     r"(\1+\2/\3)"),
+     r"\1\\frac{\2}{\3}"),
     # 5 or 6
-    (r"(?i)(?<![a-z\\])(?:and|or)(?![a-z])", " , "),
+    (r"(?i)(?<![a-z\\])(?:and|or)(?![a-z]|[^«»]*»)", " , "),
 ]]
 COUNT = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
     fifteen sixteen seventeen eighteen nineteen""".split()
@@ -167,7 +170,7 @@ SPELLED["no-solution"] = SPELLED["no-solutions"] = r"\emptyset"
 @lru_cache(1_000)  # a group of answers shares its gold answer and question
 def clean(s: str) -> str:
     """Removes styling and normalizes spelling and spacing."""
-    if len(s) > 2 * MAX_ANSWER:
+    if len(s) > 2 * MAX_ANSWER or s.isascii() and s.isdigit():
         return s
     s = s.strip().translate(UNICODE)
     for pattern, to in REWRITES:
@@ -195,9 +198,15 @@ for names in """mm=millimeter=millimetre cm=centimeter=centimetre m=meter=metre
 NOT_UNITS = re.compile(r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|lakh|crore|googol|ten
     |hal[fv]e?|third|over|plus|minus|mod|modulo|pi|factorial|sqrt|(?:[a-z]*(?:teen|tie|illion)|four
     |fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|thousand)th)s?
-    |and|or|to|than|more|less|fewer|most|least|none|either|where|for|with|negative|sin|cos|tan|log
-    |ln|exp|below|above|under|before|after|ago|short|as|east|west|north|south|st|nd|rd|th|doubled
-    |tripled""", re.VERBOSE)
+    |and|or|to|than|more|less|fewer|most|least|none|either|where|when|for|with|without|negative
+    |sin|cos|tan|log|ln|exp|below|above|under|before|after|ago|short|as|east|west|north|south|st|nd
+    |rd|th|doubled|tripled|versus|vs|v|thro?ugh|thru|until|till?|else|otherwise|alternat(?:iv)?ely
+    |instead|rather|respectively|respective|also|sometimes|depending|probably|likely|times|divided
+    |multiplied|approx|approximately|roughly|about|around|nearly|almost|ish|so|is|are|equals?|was
+    |then|because|since|while|whichever|whereas|possible|possibilit(?:y|ies)|alternatives?|option
+    |square\ root|root|guess|think""", re.VERBOSE)
+# A word of a unit: no digits and no punctuation, so 12 «cats, 13 dogs» is not 12 of something.
+UNIT_WORD = re.compile(r"[^\W\d_]+(?:[-'’.][^\W\d_]+)*\.?(?:\^?[23])?")
 # Words that negate, hedge or alter an answer: "5 is wrong", "not x = 5", "twice x = 10".
 DOUBT = re.compile(r"""(?i)(?<![a-z\\])(?:not|no(?:\ longer|(?=\ [a-z]\ *=))|never|cannot|neither
     |nor|but|if|except|unless|wrong|false|incorrect|untrue|invalid|impossible|mistaken|rejected
@@ -222,14 +231,15 @@ def split_unit(s: str) -> tuple[str, set[str]]:
     if end:
         wrapped, plain = end.groups()
         value = s[:end.start()].strip()
-        words = (wrapped or plain or "").lower().strip(" .").replace("/", " ").split()
+        words = (wrapped or plain or "").lower().strip(" .()").replace("/", " ").split()
         is_known = all(word in UNIT for word in words)
         if plain and not is_known:  # 5 men, but not 6xy
             is_apart = s[end.start(2) - 1].isspace() and max(map(len, words)) > 2
             if not is_apart or not BARE_NUMBER.fullmatch(value):
                 return s, unit
-        is_changed = any(map(NOT_UNITS.fullmatch, words)) \
-            or words[:1] in (["squared"], ["cubed"])  # 5 squared, not 5 feet squared
+        is_changed = words[:1] in (["squared"], ["cubed"]) or any(  # but 5 feet squared
+            NOT_UNITS.fullmatch(word.strip(".")) or word in SPELLED
+            or not UNIT_WORD.fullmatch(word) for word in words)
         if is_changed or not re.search(r"[0-9A-Za-z})°%]$", value):
             return s, unit
         found = re.findall(r"[a-z]+|[23]", end[0].lower())
@@ -524,6 +534,10 @@ class Reader:
         if not set(ops) <= {"=", "≈"}:
             return Relation("rel", ops, sides)
         if "≈" in ops and not label(sides[ops.index("≈")].tokens):
+            exact, near = (side.value for side in sides[ops.index("≈"):][:2])
+            if exact.kind == near.kind == "number" and not any(names_in(x.tokens) for x in sides) \
+                    and abs(exact.value - near.value) >= (near.unit or 1):
+                raise SyntaxError("no approximation")  # 12 ≈ 13 would be two answers
             sides = sides[:ops.index("≈") + 1]
         numbers = [x.value for x in sides if x.value.kind in SCALAR and not names_in(x.tokens)]
         if not all(same_number(a, b, self.point) for a, b in zip(numbers, numbers[1:])):
@@ -572,8 +586,7 @@ class Reader:
         r"""An argument as in LaTeX: a group, or a single digit or token (\frac12, \frac1{72})."""
         token = self.peek()
         if len(token) > 1 and token.isdigit():
-            self.tokens[self.at] = token[1:]
-            return self.literal(token[0])
+            self.tokens[self.at:self.at + 1] = token[0], token[1:]
         return self.expression(POSTFIX)  # nothing binds tighter: one operand
 
     def function(self, name: str, opener: str = "") -> Reading:

@@ -7,6 +7,10 @@ import re
 
 BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
 BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}")
+# As in TeX, \boxed 7 and \boxed\frac12 need no braces. But whether \boxed 72 is 7 or 72 is unclear.
+GROUP = r"\s*(?:[0-9A-Za-z]|\{[^{}]*\})"
+BARE = re.compile(rf"-?[0-9A-Za-z](?![0-9A-Za-z^_!%/:+*-]|[.,][0-9])"
+                  rf"|\\(?:[dt]?frac{GROUP}{GROUP}|sqrt{GROUP}|pi\b)")
 # \{ and \} are text, not braces. \\ is a line break, except in \\boxed, which was escaped twice.
 ESCAPED = re.compile(r"\\\\(?!boxed|fbox)|\\[{}]")
 # What may separate boxes that form one answer, as in "\boxed{2} and $y=\boxed{3}$". After prose, a
@@ -37,13 +41,13 @@ def last_box(text: str) -> str:
         if not text[content:end].strip():
             continue
         if begin is not None:
-            between = text[end + 1:begin]
+            between = text[end:begin].removeprefix("}")
             if end > begin or len(between) > 80 or not JOINER.fullmatch(between):
                 break
             either = re.search(r"(?<![a-z])or(?![a-z])", between)
             found.append(" or " if either else " , ")
         found.append(text[content:end])
-        last = last or end + 1
+        last = last or end
         begin = start
     if found and DENIED.search(f"{text[max(0, begin - 60):begin]}#{text[last:last + 60]}"):
         found.append("not ")
@@ -66,4 +70,6 @@ def complete_boxes(text: str) -> list[tuple[int, int, int]]:
                 found.append((*opened.pop()[1:], part.start()))
         elif masked.startswith("{", part.end()):
             opened.append((depth, part.start(), part.end() + 1))
+        elif bare := BARE.match(masked, part.end()):
+            found.append((part.start(), bare.start(), bare.end()))
     return found

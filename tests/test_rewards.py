@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import fuzz_rewards
 import pytest
 import torch
+from test_answers import table
 
 import train
 from files import Stopped, UserError
+from grader.answers import is_equal
 from grpo import group_advantages
 from rewards import extract, format_tags, grade, grade_rows
 from sampler import Rollouts, Row
@@ -34,6 +36,9 @@ def boxed(answer):
 
 @pytest.mark.parametrize("text,answer,rule", [
     (r"first \boxed{1}, no: \boxed{\frac{1}{2}} indeed", r"\frac{1}{2}", "box"),
+    (r"\boxed 7, \boxed 8 and \boxed\frac12", r"7 , 8 , \frac12", "box"), (r"\boxed 72", None, "none"),
+    (r"\boxed{\left\{ x \right.}", r"\left\{ x \right.", "box"),
+    ("The answer is 5 because 2 + 3 = 5.", "5", "marker"), ("答案 answer: 5。", "5", "marker"),
     (r"\fbox{7}", "7", "box"), (r"\boxed   {7}", "7", "box"),
     (r"\boxed{3} and then \boxed{4", "3", "box"),              # an unclosed box is skipped
     (r"\boxed{3} or not, \boxed{}", "3", "box"),
@@ -91,6 +96,10 @@ The answer is 5, alternatively 6 | The answer is 5, although 6 is possible. | Th
 The answer is 5, or maybe 7 | The answer is 5, but it could also be 6. | The answer is $5$, although it might be $6$.
 Answer: 5 sixteenths | The answer is 5 quadrillion. | Answer: It is false that the sum is 5.
 Answer: the sum is 4 and the rest is 5
+\boxed{5 \text{ or six}} | \boxed{5 \text{ through 6}} | \boxed{5 \text{ vs 6}} | \boxed{5 \text{ apples or 6 pears}}
+\boxed{5 \text{ cats, 6 dogs}} | \boxed{5 \text{; alternatively 6}} | \boxed{5 \text{ (or 6)}} | \boxed{5 \text{ six}}
+\boxed{5 \approx 6} | \boxed{5 \text{ for all } n, 6, 7} | \boxed{5 \text{ for all even } n \text{ or } 6}
+\boxed{5 \text{ approximately}} | \boxed{5 \text{ when } n = 1}
 """
 
 
@@ -105,10 +114,12 @@ def test_hedged_choices_are_not_answers():
                  "The answer is B, C, and D as shown", "The answer is not B", "The answer is not (B) I think"):
         assert grade(text, "B").correct == 0, text
     assert grade("The answer is (B).", "B").correct == 1
+    for question, verdict in (("Is it (A) $4$ or (B) $5$?", 1), ("Is it (A) $5$ or (B) $7$?", 0), ("", 0)):
+        assert grade(r"\boxed{\textbf{(B)}\ 5}", r"\text{(B)}", question).correct == verdict
 
 
 @pytest.mark.parametrize("text,gold", [
-    ("The answer is 20 m.", "20"), (r"\boxed{20\,\mathrm{g}}", "20"),
+    (r"\boxed{7。}", "7"), (r"\boxed{72 \text{ (clips)}}", "72"), ("The answer is 20 m.", "20"), (r"\boxed{20\,\mathrm{g}}", "20"),
     ("The answer is 5 apples.", "5"), ("It is not 4, so the answer is 5.", "5"), ("The answer is **5**.", "5"),
     ("The answer is 5 km per hour.", "5"), (r"It is not 4, so the answer is \boxed{5}.", "5"),
     (r"That is not what we want. Hence \boxed{5}.", "5"), (r"$\boxed{5}$, which is not a palindrome.", "5"),
@@ -117,6 +128,44 @@ def test_hedged_choices_are_not_answers():
     ("<answer>1234.0</answer>", "1234"), (r"\boxed{1{,}234 \text{ dollars}}", "1234")])
 def test_answers_are_found_beside_hedges_and_units(text, gold):
     assert grade(marked(text), gold).correct == 1
+
+
+# arithmetic left to the grader ------------------------------------------------------------------------------------
+
+FINISHED = r"""
+1/2 == 0.5    \frac12 == 0.5    50/100 == 50\%    3 1/2 == 3.5    3\frac12 == 3.5    \frac68 == \frac34    30 m/s == 30
+3\times10^4 == 30000    4.5\times10^{-3} == 0.0045    2^{10} == 1024    \sqrt{16} == 4    \sqrt[3]{8} == 2    3! == 6
+\binom{18}{6} == 18564    \frac1{2^{10}} == \frac1{1024}    \frac1{3!} == \frac16    7+12=19 == 19    5=x == 5
+48+24=72\text{ clips} == 72    x\equiv3\pmod7 == 3    3:4 == 0.75    2x+1 == 1+2x    6\sqrt2 == \sqrt{72}
+18 dollars/hour == 18    5 cm^2 == 5    (B) 12 == 12    3+4i == 4i+3    \frac{2\pi}3 == 2\pi/3    2^{1/3} == \sqrt[3]2
+\frac{10}3\approx3.33 == \frac{10}3    1+\sqrt5 == \sqrt5+1    -\frac12+\frac{\sqrt3}2i == \frac{-1+\sqrt3i}2
+2^{2005}-1 == -1+2^{2005}    \ln 8 == 3\ln2    \tan^{-1}2 == \arctan2    \log_23 == \frac{\ln3}{\ln2}    4!\cdot5 == 5\cdot4!
+120^\circ == 120    \frac{n(n+1)}2 == n(n+1)/2    x_1=2, x_2=3 == 2,3    2+3=5, 6 == 5,6    |x| == \sqrt{x^2}
+"""
+UNFINISHED = r"""
+48+48/2 == 72    \frac{144}2 == 72    72/1 == 72    144\div2 == 72    144:2 == 72    (8)(9) == 72    8(9) == 72    8 9 == 72
+48*10^0 == 48    7.2\cdot10 == 72    3\cdot10^2\cdot1 == 300    \max(5,6,7) == 7    \lfloor7.9\rfloor == 7    10\bmod7 == 3
+|3-10| == 7    \sin30^\circ == \frac12    \ln e^3 == 3    10+2 == (B) 12    x=2+3 == 5    2+3=x == 5    72=48+24 == 72
+48+24\approx72 == 72    48+24\text{ clips} == 72    \$(80-8) == 72    50\%+50\% == 1    2-(-3) == 5    2\pm3 == 5,-1
+\frac14+\frac12 == \frac34    \frac{2+1}4 == \frac34    \frac{48+48/2}{96} == \frac34    1/2/3 == \frac16    5-10 == -5
+\frac{\binom42}{\binom{10}2} == \frac2{15}    2^{10}-1 == 1023    2^{5+5} == 1024    (2+1)! == 6    \sqrt{9+16} == 5
+\sqrt{2^4} == 4    (3!)! == 720    2\sqrt{16} == 8    2^3\pi == 8\pi    2\cdot3\pi == 6\pi    3\pi\cdot2 == 6\pi
+\frac{12\pi}2 == 6\pi    6\sqrt2+0 == 6\sqrt2    0+x == x    1\cdot x == x    \frac x1 == x    (6\sqrt2)^1 == 6\sqrt2
+x+3+2 == x+5    \sqrt2\sqrt8 == 4    (\sqrt5)^2 == 5    e^{i\pi} == -1    (2+3,6) == (5,6)    2+3,6 == 5,6
+2\cdot3\ln2 == 6\ln2    (2^{10}-1,2+3) == (2^{10}-1,5)    \begin{pmatrix}2+3\\6\end{pmatrix} == \begin{pmatrix}5\\6\end{pmatrix}
+3 \times 4 \text{ matrix} == 12    2023-01-05 == 2017    555-1234 == -679
+"""
+
+
+@pytest.mark.parametrize("answer,gold", table(FINISHED))
+def test_answers_whose_arithmetic_is_done(answer, gold):
+    assert grade(boxed(answer), gold).correct == 1
+
+
+@pytest.mark.parametrize("answer,gold", table(UNFINISHED))
+def test_arithmetic_left_to_the_grader_is_wrong(answer, gold):
+    assert is_equal(answer, gold) and grade(boxed(answer), gold).correct == 0
+    assert grade(boxed(answer), answer).correct == 1           # the gold answer is written that way, too
 
 
 # copied formulas ------------------------------------------------------------------------------------------------------
@@ -140,6 +189,7 @@ COPIED = [  # answer, gold, question
     ("2^3", "8", "What is $2^{3}$, and $3^2$?"), (r"\frac{13}{2}", "6.5", "Write $13/2$ as a decimal."),
     ("-2+5", "3", "What is $5-2$?"), ("1234+7", "1241", "What is $7+1,234$?"), ("(b-1)/(1+b)", r"1-\frac2{b+1}", RATIO),
 ]
+PADDED = ["X+0", "0+X", "1(X)", "\\frac{X}{1}", "n=X"]
 COMPUTED = [
     (r"5-2\sqrt{3}", r"5-2\sqrt3", SIMPLIFY), ("4+x", "x+4", FRACTION), (r"3-\frac34x", r"y=-\frac34x+3", LINE),
     (r"\binom{18}{6}", "18564", r"Evaluate $\binom{18}{12}$."), ("2", "2", r"Find $17\bmod5$."),
@@ -148,16 +198,18 @@ COMPUTED = [
     # operands of / ^ and - in another order, parts of numbers, symbols separated by brackets
     ("7/2", "3.5", "Given $a/b=2/7$, find $b/a$."), (r"\frac{7}{2}", "3.5", r"Given $a/b=\frac27$, find $b/a$."),
     ("1/2", "0.5", "She ate 11/25 of a pie, then more."), ("2^3", "8", "What is $3^2 - 1$?"),
-    ("13/2", "6.5", "What is the inverse of $2/13$?"), ("5-2", "3", "By how much is $2-5$ below 0?"),
-    ("12+7", "19", "What is 17+2?"), (r"\frac{b+1}{b-1}", r"1+\frac2{b-1}", RATIO), ("3+5", "8", r"Take $2^{3}+5$."),
-    ("(x+1)^2", "x^2+2x+1", "Factor $x^2+1+2x$."), (r"2\cdot5", "10", r"What is $\frac{2}{5}$ of $25$?"),
-    ("1+x^2", "x^2+1", "Factor $x^2+1$, or leave it as it is."), ("x>3", r"(3,\infty)", "Let $x>3$ or $x<1$."),
+    ("13/2", "6.5", "What is the inverse of $2/13$?"),
+    (r"\frac{b+1}{b-1}", r"1+\frac2{b-1}", RATIO),
+    ("(x+1)^2", "x^2+2x+1", "Factor $x^2+1+2x$."),
+    ("12+7=19", "19", "What is $12+7$?"), ("1+x^2", "x^2+1", "Factor $x^2+1$, or leave it as it is."), ("x>3", r"(3,\infty)", "Let $x>3$ or $x<1$."),
 ]
 
 
 @pytest.mark.parametrize("answer,gold,question", COPIED)
 def test_copied_formulas_are_wrong(answer, gold, question):
-    assert grade(boxed(answer), gold).correct == 1 and grade(boxed(answer), gold, question)[:2] == (0, 1)
+    assert is_equal(answer, gold)
+    for written in (answer, *PADDED):
+        assert grade(boxed(written.replace("X", answer)), gold, question)[:2] == (0, 1), written
 
 
 @pytest.mark.parametrize("answer,gold,question", COMPUTED)
