@@ -19,7 +19,6 @@ from test_answers import table
 
 import train
 from files import Stopped, UserError
-from grader.answers import is_equal
 from grpo import group_advantages
 from rewards import extract, format_tags, grade, grade_rows
 from sampler import Rollouts, Row
@@ -164,7 +163,7 @@ def test_answers_whose_arithmetic_is_done(answer, gold):
 
 @pytest.mark.parametrize("answer,gold", table(UNFINISHED))
 def test_arithmetic_left_to_the_grader_is_wrong(answer, gold):
-    assert is_equal(answer, gold) and grade(boxed(answer), gold).correct == 0
+    assert grade(boxed(answer), gold).correct == 0
     assert grade(boxed(answer), answer).correct == 1           # the gold answer is written that way, too
 
 
@@ -207,7 +206,7 @@ COMPUTED = [
 
 @pytest.mark.parametrize("answer,gold,question", COPIED)
 def test_copied_formulas_are_wrong(answer, gold, question):
-    assert is_equal(answer, gold)
+    assert grade(boxed(answer), answer).correct == 1
     for written in (answer, *PADDED):
         assert grade(boxed(written.replace("X", answer)), gold, question)[:2] == (0, 1), written
 
@@ -230,7 +229,8 @@ ADVERSARIAL = [  # text, gold, right verdict
     ("\\boxed{42 " * 20_000, "42", 0), ("\\boxed{7}" + "\\boxed{42 " * 20_000, "7", 1),
     (boxed("{" * 100_000 + "42" + "}" * 100_000), "42", 0), ("\\boxed{" + "{" * 100_000 + "42", "42", 0),
     (boxed("{a" * 50_000 + "}" * 50_000), "42", 0), (boxed("(" * 50_000 + "42" + ")" * 50_000), "42", 0),
-    (boxed("{" * 90 + "42" + "}" * 90), "42", 1), (boxed("(" * 2_900 + "42" + ")" * 2_900), "42", 0),
+    (boxed("{" * 55 + "42" + "}" * 55), "42", 1), (boxed("{" * 65 + "42" + "}" * 65), "42", 0),
+    (boxed("(" * 2_900 + "42" + ")" * 2_900), "42", 0),
     (boxed("9^{9^{9^{9}}}"), "9^{9^{9^{8}}}", 0), (boxed("2^{10^{10}}"), "2^{10^{10}}", 1),
     (boxed("2**999999999"), "2", 0),
     (boxed("((((100!)!)!)!)!"), "1", 0), (boxed("3!!!!!!!"), "720", 0), (boxed("99999999!"), "1", 0),
