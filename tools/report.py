@@ -116,7 +116,7 @@ def read_run(folder: Path, every: int = 1) -> dict:
     curves = {}                                  # key -> steps, values, their moving mean
     for key in dict.fromkeys(key for row in metrics + evaluated for key in row if key != "step"):
         steps, values = series(evaluated if key.startswith("eval_") else metrics, key)
-        if steps:
+        if steps and (key != "sigma" or any(values)):        # 0: a run without noise
             curves[key] = steps, values, smooth(values, len(values) // 15)
     answers = {"training": read_answers(folder / "samples.jsonl", every),
                "evaluations": read_answers(folder / "held_out.jsonl")}       # few steps have any
