@@ -89,7 +89,10 @@ def read_run_json(folder: str | Path) -> dict:
     path = Path(folder) / "run.json"
     if not path.exists():
         raise UserError(f"{folder} is not a run folder: it has no run.json")
-    return read_json(path)
+    flags = read_json(path)
+    if "model" not in flags:                     # defaults would replace what was trained
+        raise UserError(f"{path}: has no `model`, so no run wrote it")
+    return flags
 
 
 def tell_unfinished(folder: str | Path, steps: int) -> None:
@@ -157,7 +160,7 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
     """Yields every row of a run's log, such as metrics.jsonl, with the byte offset where it ends.
 
     A last line without a newline was cut off by a kill and is skipped. UserError for a line that
-    isn't JSON.
+    isn't JSON or has no step.
     """
     end = 0
     with open(path, "rb") as file:
@@ -165,7 +168,10 @@ def read_log(path: Path) -> Iterator[tuple[dict, int]]:
             if not line.endswith(b"\n"):
                 return
             end += len(line)
-            yield parse_json(line, f"{path}:{number}"), end
+            row = parse_json(line, f"{path}:{number}")
+            if not isinstance(row, dict) or "step" not in row:
+                raise UserError(f"{path}:{number}: has no step, got {short_repr(row)}")
+            yield row, end
 
 
 # -----------------------------------------------------------------------------

@@ -28,6 +28,8 @@ def advice(error: Exception, name: str, kind: str) -> str:
     from huggingface_hub import errors  # late: it imports an HTTP client, 0.2 s
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     login = "log in with `hf auth login`"
+    is_absent = isinstance(error, errors.LocalEntryNotFoundError)
+    error = is_absent and error.__cause__ or error       # what kept the client from the hub
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError) or status == 403:
         return f"access is restricted: accept the license at {page}, and {login}"
@@ -35,9 +37,9 @@ def advice(error: Exception, name: str, kind: str) -> str:
         return f"there is no {page}, or it is private: then {login}"
     if status == 401:
         return f"{page} refuses the login: {login}"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return f"it is not in the cache, {constants.HF_HOME}, and the hub can't be reached"
     if isinstance(error, errors.HFValidationError):
         return first_line(error)
-    return (f"the download failed ({type(error).__name__}: {first_line(error)}); the same "
-            "command continues it")
+    why = f"{type(error).__name__}: {first_line(error)}"
+    if is_absent:
+        return f"it is not in the cache, {constants.HF_HOME}, and the hub can't be reached ({why})"
+    return f"the download failed ({why}); the same command continues it"

@@ -40,12 +40,15 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path):
-        self.path = folder / "chat_template.jinja"       # where transformers >= 4.52 puts it
-        if self.path.exists():
-            self.text = read_text(self.path)
-        else:
-            self.path = folder / "tokenizer_config.json"
-            self.text = read_json(self.path).get("chat_template")
+        newer = folder / "chat_template.jinja"   # where transformers >= 4.52 puts it, and looks first
+        self.path = folder / "tokenizer_config.json"
+        is_newer = newer.exists()
+        known = read_json(self.path) if self.path.exists() or not is_newer else {}
+        self.text = known.get("chat_template")
+        if is_newer:
+            older, self.path, self.text = self.text, newer, read_text(newer)
+            if older not in (None, self.text):
+                say(f"{newer} is used; tokenizer_config.json has another chat_template")
         if not isinstance(self.text, str):
             raise self.error(f"is {short_repr(self.text)}, expected text")
 

@@ -57,6 +57,9 @@ def join_ranks(device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
 
+    if RANK >= WORLD:
+        raise UserError(f"the environment says RANK={RANK}, but WORLD_SIZE={WORLD}: unset RANK, or "
+                        "start the program with torchrun")
     if WORLD > 1:
         try:
             interruptible(meet)

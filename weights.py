@@ -82,6 +82,8 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).exists():
+        raise UserError(f"--model {name}: is a file, expected the model's folder")
     patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
     return hub.snapshot(f"--model {name}", hub_id(str(name)), patterns)
 

@@ -240,6 +240,9 @@ class RunFolder:
         except (OSError, ValueError, SafetensorError) as error:
             raise Stopped(f"{newest} is damaged ({first_line(error)}): remove it to continue from "
                           "the one before", "") from None
+        if counters.get("step") != int(newest.name[5:]):
+            raise Stopped(f"{newest} was renamed: its state.json says step {counters.get('step')}",
+                          "")
         held, wanted = ({name: (t.shape, t.dtype) for name, t in part.items()}
                         for part in (tensors, self.copies))
         if held != wanted:

@@ -274,6 +274,10 @@ def begin(run: Run) -> Progress:
                 "run")
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.adapter.sync()                   # the checkpoint's tensors are in place
+    names = {field.name for field in dataclasses.fields(Progress)}
+    if counters and counters.keys() != names:    # a missing one would start again from 0
+        raise UserError(f"{run.folder.checkpoints}: state.json has {', '.join(counters)}, expected "
+                        f"{', '.join(sorted(names))}")
     progress = Progress(**counters)
     if earlier:
         changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")

@@ -26,7 +26,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 # The largest absolute reward. Advantages can be as large, gradients grow with them, and squared
 # gradients must stay below 3.4e38, the largest fp32 number.
 LARGEST_REWARD = 1e15
-# Parameters that a reward may have besides the first two: def reward(completion, problem, length).
+# Parameters that a reward may have besides the first two: def reward(completion, problem, length);
+# **kwargs gets them all.
 # group: the group's completions. length: the completion's tokens, including its end token.
 # finished: it wasn't cut off.
 ASKED_BY_NAME = "group", "length", "finished"
@@ -47,7 +48,10 @@ class Reward:
         self.name = f"--reward {spec}"
         self.function = load_function(spec, "--reward")
         signature = inspect.signature(self.function)
-        self.asked = [name for name in ASKED_BY_NAME if name in signature.parameters]
+        takes_all = inspect.Parameter.VAR_KEYWORD in (
+            one.kind for one in signature.parameters.values())               # **kwargs
+        self.asked = [name for name in ASKED_BY_NAME
+                      if takes_all or name in signature.parameters]
         try:
             signature.bind(None, None, **dict.fromkeys(self.asked))
         except TypeError as error:

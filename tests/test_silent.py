@@ -5,6 +5,7 @@ python -m pytest tests/test_silent.py -v
 """
 import json
 import shutil
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from helpers import ROOT, run_main, save_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import write_folder
 
-from files import Stopped, UserError
-from harness.config import read_settings
+from files import Stopped, UserError, tell_unfinished
+from harness.config import read_settings, settings_of_run
+from harness.folder import RunFolder
+from harness.setup import begin
 from model import load
 from prompts import Tokenizer, readable_problems
 from tasks.plugin import Reward
@@ -200,3 +203,47 @@ def test_configs(tmp_path, text, named):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match=f"x.json: .*{named}"):
         read_settings(["--config", str(tmp_path / "x.json")])
+
+
+# -----------------------------------------------------------------------------
+# The folder of a run
+
+def test_renamed_checkpoint(tmp_path):
+    def folder():
+        return RunFolder(tmp_path, {"master": torch.zeros(2)}, None)
+
+    written = folder()
+    written.snapshot({"step": 2})
+    written.save_checkpoint()
+    (tmp_path / "checkpoints/step_000002").rename(tmp_path / "checkpoints/step_000009")
+    with pytest.raises(Stopped, match="step_000009 was renamed: .* step 2"):
+        folder().load()
+
+
+@pytest.mark.parametrize("counters", [{"step": 2}, {"step": 2, "cursor": 4, "tokens": 9, "skipped": 0, "seen": 1}])
+def test_counters_of_another_program(counters):
+    run = MagicMock(earlier={"about": {}})
+    run.folder.start.return_value = counters
+    with pytest.raises(UserError, match="state.json has step"):
+        begin(run)
+
+
+@pytest.mark.parametrize("row", ["5", '{"reward": 1}', "[]", "null"])
+def test_log_rows_without_a_step(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
+    with pytest.raises(UserError, match="metrics.jsonl:2: has no step"):
+        tell_unfinished(tmp_path, 3)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"steps": 3}'])
+def test_run_json_of_nobody(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UserError, match="run.json: has no `model`"):
+        settings_of_run(tmp_path)
+
+
+def test_reward_with_any_keywords_gets_them_all(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def g(completion, problem, **more):\n    return more['length']\n")
+    about = dict(group=[], length=3, finished=True)
+    assert Reward("mine:g")("", Problem("1", "q", "2"), **about) == {"reward": 3.0}
