@@ -54,8 +54,8 @@ class Batch:
 
 class Update(NamedTuple):
     """Result of update(). The adapter is unchanged if no row was trained (sums is empty), the
-    gradient was 0, or the loss or gradient was not finite (see failure). A failed update reports
-    its sums and norm as they are, infinite or NaN.
+    gradient was 0, at least in theory (see _only_rounding), or the loss or gradient was not finite
+    (see failure). A failed update reports its sums and norm as they are, infinite or NaN.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
@@ -160,7 +160,8 @@ class Learner:
         # Every rank sees the same sums, so all of them agree.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
-        if grad_norm == 0:                       # AdamW's momentum would still move the adapter
+        # AdamW's momentum would still move the adapter, and its scale turn rounding into full steps.
+        if grad_norm == 0 or self._only_rounding(batch, weights, sums):
             return Update(sums, 0.0, lr)
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
         self.optimizer.step(lr)
@@ -196,6 +197,18 @@ class Learner:
                 tokens, starts, lengths = as_tokens([batch.rows[b] for b in indices])
                 old, _ = self.model.token_logprobs(tokens, starts, self.temperature)
                 batch.old.update(zip(indices, old.split(lengths)))
+
+    def _only_rounding(self, batch: Batch, weights: Tensor, sums: dict[str, Tensor]) -> bool:
+        """Whether an update's gradient is 0 but for rounding: no token has an advantage, and the
+        policy is still the KL term's reference, since B is 0 or the mean KL below 1e-8.
+        """
+        # The gradient itself can't tell: A's real ones start at 1e-8. Nor does the KL alone: with
+        # B at 0, a GPU's policy and reference still round differently, by up to 1e-4.
+        taught = batch.teaches() & (weights > 0).any(dim=1)
+        if not self.loss.needs_reference or taught.any():
+            return False
+        b = self.adapter.master[self.adapter.b_start:]
+        return sums["kl"] < 1e-8 * sums["tokens"] or not b.any()
 
     def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
         """The indices of the rows that an update trains on."""

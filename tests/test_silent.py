@@ -3,6 +3,7 @@ Inputs that once gave a wrong result without a word. Each row is one example of 
 
 python -m pytest tests/test_silent.py -v
 """
+import dataclasses
 import json
 import shutil
 from unittest.mock import MagicMock
@@ -11,12 +12,16 @@ import pytest
 import torch
 from helpers import ROOT, run_main, save_tokenizer
 from safetensors.torch import load_file, save_file
+from test_learner import some_batch
 from tiny_qwen2 import write_folder
 
+import grpo
 from files import Stopped, UserError, tell_unfinished
 from harness.config import read_settings, settings_of_run
 from harness.folder import RunFolder
 from harness.setup import begin
+from learner import Batch, Learner
+from lora import attach
 from model import load
 from prompts import Tokenizer, readable_problems
 from tasks.plugin import Reward
@@ -247,3 +252,20 @@ def test_reward_with_any_keywords_gets_them_all(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def g(completion, problem, **more):\n    return more['length']\n")
     about = dict(group=[], length=3, finished=True)
     assert Reward("mine:g")("", Problem("1", "q", "2"), **about) == {"reward": 3.0}
+
+
+# -----------------------------------------------------------------------------
+# A gradient that is 0 only in theory
+
+def test_no_step_on_rounding_errors(tiny):
+    model = load(tiny["untied"].folder, "bf16", "cpu")
+    attach(model, 4, 4)
+    learner = Learner(model, dataclasses.replace(grpo.LOSSES["grpo"], kl_beta=0.04))
+    batch, weights = some_batch(learner)
+    before, alike = model.adapter.master.clone(), Batch(batch.rows, batch.advantages * 0)
+    update = learner.update(alike, weights, lr=1e-3)
+    assert torch.equal(model.adapter.master, before) and update.grad_norm == 0 and update.sums["tokens"] > 0
+    for step in batch, alike:                    # from the first real step on, the KL term has a gradient
+        assert learner.update(step, weights, lr=1e-3).grad_norm > 0
+        assert not torch.equal(model.adapter.master, before)
+        before = model.adapter.master.clone()
