@@ -19,20 +19,18 @@ import env  # isort: skip; its settings come before torch
 import torch
 from tqdm import tqdm
 
-import lora
-import model as qwen
 import rewards
 from files import UserError, counted, json_line, read_run_json, write_atomically
 from harness import config, memory
 from harness.config import add_flag, number
-from harness.setup import choose_device, configure_cpu
+from harness.setup import choose_device, open_model
 from prompts import Tokenizer, digest_of, encode_prompts, readable_problems, split_problems
 from ranks import WORLD, say
 from sampler import Sampler, Sampling
 from tasks import plugin
 from tasks.figures import evaluation_figures, sampler_entropy
 from tasks.problems import has_test_split, load_problems
-from weights import ModelFolder, read_peft_config, tell_other_conditions, training_conditions
+from weights import ModelFolder, read_peft_config
 
 # -----------------------------------------------------------------------------
 # Flags
@@ -122,11 +120,11 @@ def read_flags() -> argparse.Namespace:
 # -----------------------------------------------------------------------------
 # The model, and the problems
 
-def open_model(args: argparse.Namespace) -> tuple[torch.device, ModelFolder, Tokenizer]:
-    """-> the device, the model's folder and its tokenizer. Sets args.base.
+def check_model(args: argparse.Namespace) -> tuple[ModelFolder, Tokenizer, torch.device]:
+    """-> the model's folder, its tokenizer and the device. Sets args.base.
 
     UserError for anything wrong with the device, the adapter or the model, except for its weights:
-    load_model() may take an hour to download them. Prints what differs from the adapter's training.
+    setup.open_model() may take an hour to download them.
     """
     device = choose_device(args.device, args.model, args.kernels)
     memory.bound(args.memory_gib, device)
@@ -134,20 +132,7 @@ def open_model(args: argparse.Namespace) -> tuple[torch.device, ModelFolder, Tok
         read_peft_config(args.adapter)
     folder = ModelFolder(args.model)
     args.base = folder.choose_base(args.base)
-    if args.adapter:
-        tell_other_conditions(args.adapter, training_conditions(folder, args.base,
-                                                                args.prompt_style, args.thinking))
-    return device, folder, Tokenizer(folder.path, args.thinking)
-
-
-def load_model(args: argparse.Namespace, device: torch.device, folder: ModelFolder,
-               tokenizer: Tokenizer) -> qwen.Qwen:
-    """The model in the format of --base, with --adapter."""
-    model = qwen.load(folder, args.base, device, live_vocab=tokenizer.vocab_size)
-    configure_cpu(model)
-    if args.adapter:
-        lora.load_adapter(model, args.adapter)
-    return model
+    return folder, Tokenizer(folder.path, args.thinking), device
 
 
 def problems_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list:
@@ -239,13 +224,13 @@ def main() -> None:
     with env.one_line():
         args = read_flags()
         reward = plugin.Reward(args.reward) if args.reward else None
-        device, folder, tokenizer = open_model(args)
+        folder, tokenizer, device = check_model(args)
         problems = problems_of(args, tokenizer)
         longest = max(len(problem.prompt) for problem in problems)
         if args.max_new_tokens is None:
             args.max_new_tokens = max(1, min(4096, folder.max_positions - longest))
         folder.check_length(longest + args.max_new_tokens)
-        model = load_model(args, device, folder, tokenizer)
+        model, _ = open_model(folder, tokenizer, device, args, args.adapter)
         sampler = Sampler(model, longest + args.max_new_tokens,
                           min(args.max_rows, len(problems) * args.samples))
         before = time.perf_counter()

@@ -286,7 +286,7 @@ class Qwen(torch.nn.Module):
         self.name = name
         self.live_vocab = c.vocab
         self.adapter = None
-        self.folder = None                       # load() sets it
+        self.folder = self.digest = None         # load() sets them; digest: of all tensors
         self.layers = torch.nn.ModuleList(
             Layer(c, i, get, frozen, dtype) for i in range(c.layers))
         self.embed = get("model.embed_tokens.weight", c.vocab, c.hidden).to(dtype)
@@ -442,7 +442,7 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
         raise UserError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, but the "
                         f"embedding has {config.vocab} rows (vocab_size in config.json)")
     model = Qwen(config, files.read, files.frozen, dtype, folder.name)
+    model.folder, model.digest = folder, files.digest()
     files.refuse_unread()
-    model.folder = folder
     model.live_vocab = live_vocab or config.vocab
     return model

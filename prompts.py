@@ -120,7 +120,7 @@ class Tokenizer:
 
     thinking: "on" or "off", as --thinking; UserError if the chat template rules it out.
 
-    end_ids: the tokens that end a completion. vocab_size: the number of ids that are tokens; a
+    digest: of both files' texts. end_ids: the tokens that end a completion. vocab_size: the number of ids that are tokens; a
     model's embedding may have more rows.
     opened: "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this
     text, so code that looks for an answer prepends `opened`.
@@ -156,6 +156,7 @@ class Tokenizer:
         # distribution.
         self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
         self.template = ChatTemplate(self.folder)
+        self.digest = hashlib.sha256((text + self.template.text).encode()).hexdigest()[:16]
         self.set_thinking(thinking)
 
     def set_thinking(self, thinking: str) -> None:

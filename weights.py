@@ -25,7 +25,7 @@ Adapters in PEFT's layout, with a record of what each was trained with:
     adapter = read_peft_config(folder)           without the tensors
 
     write_json(folder / TRAINED_WITH, training_conditions(...))
-    tell_other_conditions(folder, conditions)    prints how they differ from training
+    compare_conditions(folder, conditions_in(folder), conditions, model)     prints differences
 
 Only plain LoRA on every linear can be read, because other PEFT variants compute something else from
 the same tensors.
@@ -37,6 +37,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,9 +137,9 @@ class ModelFolder:
                 "bf16")
         return base or ("bf16" if trained else "nvfp4")
 
-    def sha256(self) -> str:
-        """A digest of the weights. It covers the first 4,096 numbers of each tensor, since reading
-        all of a 7B would take a minute.
+    def old_sha256(self) -> str:
+        """The `weights_sha256` in run.json of runs that don't have `trained_with`: a digest of the
+        first 4,096 numbers of each tensor.
         """
         shards = Shards(self.path)
         digest = hashlib.sha256()
@@ -292,6 +293,18 @@ OPTIONAL = re.compile(r"(lm_head|model\.embed_tokens|model\.norm)\.weight"
                       r"|.*(rotary_emb\.inv_freq|input_global_scale)")
 
 
+def fingerprint(tensor: torch.Tensor) -> bytes:
+    """32 bytes that change with any of a tensor's bits, computed where the tensor is: a digest of
+    integer sums over the rows and the columns of its bits, in blocks of 8 MB.
+    """
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for part in tensor.flatten().view(torch.uint8).split(2**23):
+        part = torch.nn.functional.pad(part, (0, -len(part) % 8192))
+        words = part.view(torch.int64).view(-1, 1024)
+        digest.update(torch.cat([words.sum(0), words.sum(1)]).cpu().numpy().tobytes())
+    return digest.digest()
+
+
 class WeightReader(Shards):
     """Reads the tensors of a model with 16-bit or NVFP4 weights, for linears in format `base`.
 
@@ -304,6 +317,7 @@ class WeightReader(Shards):
         self.base = base
         self.device = device
         self.dtype = dtype
+        self.fingerprints = {}                   # of the tensors read so far
         section = self.config.get("quantization_config")
         self.is_nvfp4 = bool(section) or any(name.endswith("_packed") for name in self.names)
         if self.is_nvfp4:
@@ -313,6 +327,15 @@ class WeightReader(Shards):
                                 "bf16 files")
         if "calibration" in self.config:
             say(f"{self.folder}: {short_repr(self.config['calibration'], 160)}")
+
+    def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        tensor = super().get(name, device)
+        self.fingerprints[name] = fingerprint(tensor)
+        return tensor
+
+    def digest(self) -> str:
+        """A digest of all tensors read so far, whatever their files and device."""
+        return hashlib.sha256(str(sorted(self.fingerprints.items())).encode()).hexdigest()[:16]
 
     def refuse_unread(self) -> None:
         """UserError if the layers, which have all been made, left a tensor unread, or if a tied
@@ -564,28 +587,54 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
 TRAINED_WITH = "trained_with.json"               # next to PEFT's files; other programs ignore it
 
 
-def training_conditions(model: ModelFolder, base: str, prompt_style: str,
-                        thinking: str) -> dict[str, str | None]:
-    """What an adapter depends on: the model (by the last part of its name, since models get copied
-    and Qwen2.5, -Coder and -Math have the same shapes), the format of the frozen weights, how their
+def training_conditions(model: torch.nn.Module, tokenizer, base: str, prompt_style: str,
+                        thinking: str) -> dict:
+    """What a run's numbers depend on, apart from its other settings and its problems: the weights,
+    what config.json says about them, the tokenizer, the format of the frozen weights, how their
     codes were calibrated (None if they weren't), the prompts and --thinking.
+
+    model: a model.Qwen that load() returned; tokenizer: a prompts.Tokenizer. The model's name, only
+    its last part since models get copied, is for adapters that don't say more.
     """
-    return {"model": Path(model.name).name, "base": base,
-            "calibration": model.config.get("calibration"), "prompt_style": prompt_style,
-            "thinking": thinking}
+    return {"model": Path(model.folder.name).name, "weights": model.digest,
+            "tokenizer": tokenizer.digest, "base": base,
+            "calibration": model.folder.config.get("calibration"), "prompt_style": prompt_style,
+            "thinking": thinking, **asdict(model.config)}
 
 
-def tell_other_conditions(adapter: str | Path, conditions: dict[str, str | None]) -> None:
-    """Prints what differs from an adapter's training. It may be intended, but it costs accuracy.
-
-    conditions: all or some of training_conditions().
-    """
-    named = read_json(Path(adapter) / "adapter_config.json").get("base_model_name_or_path")
+def conditions_in(adapter: str | Path) -> dict:
+    """What an adapter says about its training: all, some or none of training_conditions()."""
+    adapter = Path(adapter)
+    named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
     trained = {"model": Path(named).name} if named else {}
-    path = Path(adapter) / TRAINED_WITH
-    if path.exists():                            # absent from another program's adapter
-        trained |= read_json(path)
+    if (adapter / TRAINED_WITH).exists():        # absent from another program's adapter
+        trained |= read_json(adapter / TRAINED_WITH)
+    for run in adapter.absolute().parents[:2]:   # runs/x/adapter, runs/x/adapters/step_000020
+        if "weights" not in trained and (run / "run.json").exists():
+            trained |= conditions_of_run(read_json(run / "run.json"))
+    return trained
+
+
+def conditions_of_run(run_json: dict) -> dict:
+    """What a run.json says about training_conditions()."""
+    old = {name: run_json[name] for name in ("weights_sha256",) if name in run_json}
+    return old | run_json.get("trained_with", {})
+
+
+def compare_conditions(what: str | Path, trained: dict, conditions: dict, model,
+                       refuse: bool = False) -> None:
+    """Prints how the conditions of `what`, an adapter or a run, differ from its training: it may be
+    intended, but costs accuracy. UserError instead if `refuse`.
+
+    trained: from conditions_in() or conditions_of_run(); conditions: from training_conditions().
+    """
+    if "weights_sha256" in trained:
+        conditions = conditions | {"weights_sha256": model.folder.old_sha256()}
+    same = trained.get("weights") == conditions["weights"]       # whatever they are called
     for key, value in conditions.items():
-        if trained.get(key, value) != value:
-            say(f"{adapter} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, "
-                f"not {short_repr(value)}")
+        if trained.get(key, value) != value and not (same and key in ("model", "calibration")):
+            line = (f"{what} was trained with {key.replace('_', ' ')} {short_repr(trained[key])}, "
+                    f"not {short_repr(value)}")
+            if refuse and key not in ("model", "calibration"):
+                raise UserError(f"{line}, as in {model.folder.path}")
+            say(line)

@@ -39,7 +39,14 @@ from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
 from sampler import KV_BLOCK, Sampler, TorchEngine
 from tasks import plugin
-from weights import TRAINED_WITH, ModelFolder, tell_other_conditions, training_conditions
+from weights import (
+    TRAINED_WITH,
+    ModelFolder,
+    compare_conditions,
+    conditions_in,
+    conditions_of_run,
+    training_conditions,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Run:
     folder: RunFolder
     watch: Watch
     flags: dict                                  # run.json without `about`
+    reward_sha256: str | None                    # of --reward's file
     earlier: dict | None                         # the run.json of a resumed run
 
 
@@ -91,14 +99,12 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     if device.type == "cuda":
         memory.check_size(settings, qwen.ModelConfig.from_json(folder.config),
                           memory.free_memory(settings.memory_gib))
-    model = read_model(settings, folder, tokenizer, problems, device)
-    flags["weights_sha256"] = model.folder.sha256()
-    if earlier:
-        check_unchanged(earlier, flags)
-    conditions = training_conditions(model.folder, settings.base,
-                                     settings.prompt_style, settings.thinking)
-    if starting_adapter(settings):
-        tell_other_conditions(settings.adapter, conditions)
+    if earlier and earlier.get("problems_sha256") != flags["problems_sha256"]:
+        raise UserError(f"--resume: --data {settings.data}: problems or prompts differ from those "
+                        "the run started with")
+    model, conditions = read_model(settings, folder, tokenizer, problems, device, earlier)
+    check_same_on_all_ranks(conditions)
+    flags["trained_with"] = conditions
     learner = Learner(model, loss_of(settings), settings.temperature, settings.max_grad_norm,
                       settings.weight_decay)
     # Everything that a checkpoint holds. Add a fork's tensors here, before memory is divided.
@@ -123,7 +129,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     run_folder = RunFolder(out, state, *result[settings.train])
     say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
-               Watch(settings), flags, earlier)
+               Watch(settings), flags, plug_in and plug_in.sha256, earlier)
 
 
 CALIBRATION_PROBLEMS = 128                       # as in the study
@@ -150,20 +156,12 @@ def check_same_on_all_ranks(flags: dict) -> None:
                 raise UserError(f"{name}: rank {rank} has {other[name]!r}, rank 0 has {value!r}")
 
 
-def check_unchanged(earlier: dict, flags: dict) -> None:
-    """UserError unless a resumed run has the problems and weights it started with."""
-    for name, what in (("problems_sha256", f"--data {flags['data']}: problems or prompts"),
-                       ("weights_sha256", f"--model {flags['model']}: weights")):
-        if earlier.get(name) != flags[name]:
-            raise UserError(f"--resume: {what} differ from those the run started with")
-
-
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device) -> qwen.Qwen:
+               device: torch.device, earlier: dict | None) -> tuple[qwen.Qwen, dict]:
     """-> the model in the format of --base and --calibrate, with a new adapter, the one from
-    --adapter, or all weights trainable.
+    --adapter, or all weights trainable; its training_conditions().
     """
-    base = folder.choose_base(settings.base)
+    folder.choose_base(settings.base)            # warns if this would lose a merged adapter
     count = calibration_problems(settings, device, folder.config)
     calibrated = Path(settings.out) / "base"     # a resumed run may have one, whatever the default
     if not calibrated.exists():
@@ -174,16 +172,34 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
                                        settings.seed, min(512, settings.max_new_tokens))
         gather([])                               # the other ranks wait here
         folder = ModelFolder(calibrated)
-    model = qwen.load(folder, base, device, None, tokenizer.vocab_size)
-    configure_cpu(model)
     adapter = starting_adapter(settings)
+    model, conditions = open_model(folder, tokenizer, device, settings, adapter)
+    if earlier:
+        compare_conditions(f"--resume: {settings.out}", conditions_of_run(earlier), conditions,
+                           model, refuse=True)
     if settings.train == "full":
         full.attach(model)
-    elif adapter:
-        lora.load_adapter(model, adapter)
-    else:
+    elif not adapter:
         lora.attach(model, settings.lora_rank, settings.lora_alpha, settings.seed)
-    return model
+    return model, conditions
+
+
+def open_model(folder: ModelFolder, tokenizer: Tokenizer, device: torch.device, wanted: Settings,
+               adapter: str | Path | None, refuse: bool = False) -> tuple[qwen.Qwen, dict]:
+    """-> a model, with an adapter if one is given; its training_conditions(). Whoever puts an
+    adapter on weights does it here: prints what differs from the adapter's training, or, with
+    `refuse`, raises a UserError.
+
+    wanted: settings or flags with --base, --prompt-style and --thinking.
+    """
+    model = qwen.load(folder, wanted.base, device, None, tokenizer.vocab_size)
+    configure_cpu(model)
+    conditions = training_conditions(model, tokenizer, wanted.base, wanted.prompt_style,
+                                     wanted.thinking)
+    if adapter:
+        compare_conditions(adapter, conditions_in(adapter), conditions, model, refuse)
+        lora.load_adapter(model, adapter)
+    return model, conditions
 
 
 def starting_adapter(settings: Settings) -> str | None:
@@ -266,12 +282,7 @@ def begin(run: Run) -> Progress:
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
-    about = env.provenance(hardware)
-    if earlier:
-        was = earlier["about"].get("hardware", hardware)
-        if was != hardware:
-            say(f"hardware was {was}, is now {hardware}: results may differ from an uninterrupted "
-                "run")
+    about = env.provenance(hardware) | {"reward_sha256": run.reward_sha256}
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.adapter.sync()                   # the checkpoint's tensors are in place
     names = {field.name for field in dataclasses.fields(Progress)}
@@ -280,8 +291,11 @@ def begin(run: Run) -> Progress:
                         f"{', '.join(sorted(names))}")
     progress = Progress(**counters)
     if earlier:
-        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps")
-                   if run.flags[name] != earlier[name]}
+        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps", "trained_with")
+                   if run.flags[name] != earlier.get(name)}
+        resumed = earlier.get("resumed", [])
+        if tell_other_machine([earlier["about"], *resumed][-1], about):
+            changes["resumed"] = [*resumed, {"step": progress.step} | about]
         if changes:
             run.folder.note(**changes)
         if "steps" in changes:
@@ -292,6 +306,19 @@ def begin(run: Run) -> Progress:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return progress
+
+
+def tell_other_machine(was: dict, now: dict) -> bool:
+    """Prints what differs between two `about` of run.json, if anything does: code, libraries or
+    hardware. -> whether it does.
+    """
+    flat = [about | about["versions"] for about in (was, now)]
+    changed = [f"{key} was {flat[0][key]}, is now {value}" for key, value in flat[1].items()
+               if key not in ("versions", "program", "command", "date")
+               and flat[0].get(key, value) != value]
+    if changed:
+        say(f"{'; '.join(changed)}: results may differ from an uninterrupted run")
+    return bool(changed)
 
 
 # -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ The module must be a file in the working directory or in examples/, never a pack
 module: `sympy:sympify` would evaluate text written by a model. Nor may it be in a run folder, since
 someone else's run.json could name a file next to it.
 """
+import hashlib
 import importlib.util
 import inspect
 import sys
@@ -41,12 +42,14 @@ class Reward:
     ASKED_BY_NAME get those values. The function returns a number, or a dict of numbers to be
     summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
     training. No number or sum may exceed LARGEST_REWARD. UserError if the function has other
-    parameters without a default.
+    parameters without a default. sha256: of the file, which may change between a run's starts.
     """
 
     def __init__(self, spec: str):
         self.name = f"--reward {spec}"
         self.function = load_function(spec, "--reward")
+        file = sys.modules[f"user's {spec.partition(':')[0]}"].__file__
+        self.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
         signature = inspect.signature(self.function)
         takes_all = inspect.Parameter.VAR_KEYWORD in (
             one.kind for one in signature.parameters.values())               # **kwargs

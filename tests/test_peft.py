@@ -9,17 +9,17 @@ python -m pytest tests/test_peft.py -v
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import FP32, adapted, attach_to_some
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import config_json
 
 from files import UserError, write_json
 from lora import attach, load_adapter, save_adapter
 from model import load
-from weights import TRAINED_WITH, ModelFolder, tell_other_conditions, training_conditions
+from weights import TRAINED_WITH, compare_conditions, conditions_in, training_conditions
 
 HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
@@ -123,19 +123,17 @@ def test_damaged_adapter_file_is_named(tiny, tmp_path, name, damage):
 # What an adapter was trained with
 
 def test_adapter_reports_different_training_conditions(tiny, tmp_path, capsys):
-    folder = ModelFolder(tiny["untied"].folder)
-    trained = {"model": folder.path.name, "base": "nvfp4", "calibration": None, "prompt_style": "boxed",
-               "thinking": "off"}
-    assert training_conditions(folder, "nvfp4", "boxed", "off") == trained
-    (tmp_path / "config.json").write_text(json.dumps(config_json("tied") | {"calibration": "KL 0.01"}))
-    assert training_conditions(ModelFolder(tmp_path), "nvfp4", "plain", "off")["calibration"] == "KL 0.01"
-    save_adapter(adapted(tiny["untied"])[0], tmp_path)
-    other = {"model": "another", "base": "bf16", "calibration": "KL 0.01", "prompt_style": "tags", "thinking": "on"}
-    tell_other_conditions(tmp_path, other)                # PEFT's file has only the model
-    assert "'another'" in capsys.readouterr().out
+    model = adapted(tiny["untied"])[0]
+    trained = training_conditions(model, SimpleNamespace(digest="t"), "nvfp4", "boxed", "off")
+    save_adapter(model, tmp_path)
     write_json(tmp_path / TRAINED_WITH, trained)
-    tell_other_conditions(tmp_path, trained)
+    compare_conditions(tmp_path, conditions_in(tmp_path), trained | {"model": "copy"}, model)
     assert capsys.readouterr().out == ""
-    tell_other_conditions(tmp_path, other)
+    other = {"model": "another", "weights": "w", "tokenizer": "u", "base": "bf16", "calibration": "KL 0.01",
+             "prompt_style": "tags", "thinking": "on", "rope_theta": 1e6}
+    compare_conditions(tmp_path, conditions_in(tmp_path), trained | other, model)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 5 and all(str(tmp_path) in line for line in lines)
+    assert len(lines) == 8 and all(str(tmp_path) in line for line in lines)
+    (tmp_path / TRAINED_WITH).unlink()                    # PEFT's file has only the model
+    compare_conditions(tmp_path, conditions_in(tmp_path), trained | other, model)
+    assert "model 'untied" in capsys.readouterr().out

@@ -6,28 +6,30 @@ python -m pytest tests/test_silent.py -v
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import ROOT, run_main, save_tokenizer
+from helpers import ROOT, run_main, save_tokenizer, with_acting_adapter
 from safetensors.torch import load_file, save_file
 from test_learner import some_batch
 from tiny_qwen2 import write_folder
 
+import evaluate
 import grpo
-from files import Stopped, UserError, tell_unfinished
+from files import Stopped, UserError, tell_unfinished, write_json
 from harness.config import read_settings, settings_of_run
 from harness.folder import RunFolder
-from harness.setup import begin
+from harness.setup import begin, open_model
 from learner import Batch, Learner
-from lora import attach
+from lora import attach, save_adapter
 from model import load
 from prompts import Tokenizer, readable_problems
 from tasks.plugin import Reward
 from tasks.problems import Problem, find_gold, load_problems
-from tools import convert
-from weights import NVFP4_CONFIG, read_config, read_peft_config
+from tools import chat, convert
+from weights import NVFP4_CONFIG, ModelFolder, read_config, read_peft_config
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -269,3 +271,51 @@ def test_no_step_on_rounding_errors(tiny):
         assert learner.update(step, weights, lr=1e-3).grad_norm > 0
         assert not torch.equal(model.adapter.master, before)
         before = model.adapter.master.clone()
+
+
+# -----------------------------------------------------------------------------
+# An identity that only one of its readers checks
+
+def change_weights(folder):
+    file = folder / "model-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight_packed"][-1, -1] += 1
+    tensors["model.norm.weight"] *= 1.01
+    save_file(tensors, file)
+
+
+def add_token(folder):
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    edit(folder / "tokenizer.json", added_tokens=[*tokens, tokens[0] | {"id": 463, "content": "<|new|>"}])
+
+
+# What conditions call it -> changes a model folder.
+MODEL_CHANGES = {"weights": change_weights, "tokenizer": add_token,
+                 "rope theta": lambda folder: edit(folder / "config.json", rope_theta=2e4),
+                 "eps": lambda folder: edit(folder / "config.json", rms_norm_eps=1e-5)}
+
+
+@pytest.mark.parametrize("named", [None, *MODEL_CHANGES, "weights sha256"])
+def test_readers_of_an_adapter(tiny_nvfp4, tmp_path, monkeypatch, capsys, named):
+    source, run = shutil.copytree(tiny_nvfp4, tmp_path / "model"), tmp_path / "run"
+    as_trained = SimpleNamespace(base="nvfp4", prompt_style="plain", thinking="off")
+    model, conditions = open_model(ModelFolder(source), Tokenizer(source), torch.device("cpu"), as_trained, None)
+    save_adapter(with_acting_adapter(model), run / "adapter")
+    run_json = vars(as_trained) | {"model": str(source), "data": "arithmetic", "max_new_tokens": 8}
+    if named == "weights sha256":                # a run that didn't record more
+        conditions = {"base": "nvfp4"}
+        run_json["weights_sha256"] = ModelFolder(source).old_sha256()
+    write_json(run / "run.json", run_json)
+    write_json(run / "adapter" / "trained_with.json", conditions)
+    if named:
+        MODEL_CHANGES[named.removesuffix(" sha256")](source)
+    (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2"}')
+    device, data, text = ("--device", "cpu"), ("--data", tmp_path / "one.jsonl"), f"adapter was trained with {named} "
+    for program, flags in ((evaluate, data), (chat, ("--question", "1+1?"))):
+        assert run_main(monkeypatch, program, run, *flags, *device) is None
+        shown = "".join(capsys.readouterr())
+        assert text in shown if named else "was trained" not in shown
+    assert run_main(monkeypatch, evaluate, run, "--adapter", "none", *data, *device) is None
+    assert "was trained" not in "".join(capsys.readouterr())
+    line = run_main(monkeypatch, convert, "merge", run, tmp_path / "out", *device)
+    assert text in line if named else line is None

@@ -30,8 +30,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from helpers import ROOT, TEMPLATES, thinking_tiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_config import settings_of
+from test_silent import MODEL_CHANGES
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import train as train_py
@@ -43,7 +44,7 @@ from lora import attach
 from model import load
 from sampler import Rollouts, Row
 from tasks.arithmetic import arithmetic
-from weights import NVFP4_CONFIG, Shards
+from weights import NVFP4_CONFIG, ModelFolder, Shards
 
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
 SMALL = ("--prompts-per-step 2 --group-size 4 --max-new-tokens 16 --eval-problems 4 --eval-every 10 --lr 1e-3 "
@@ -408,18 +409,28 @@ def test_ranks_skip_infinite_losses_and_stop(runs):
 # -----------------------------------------------------------------------------
 # Output, adapters, moved folders
 
-def test_resume_rejects_changed_weights_and_accepts_moved_model(runs, tmp_path):
+def test_resume_rejects_another_model_and_accepts_a_moved_one(runs, tmp_path):
     """The model's folder may have been replaced by another fine-tune or another 4-bit conversion."""
     model = shutil.copytree(runs.folder / "tiny", tmp_path / "model")
     flags = "--save-every", "1", "--prompts-per-step", "1"
     runs.run("frozen", "--steps", "1", *flags, model=model)
-    moved = shutil.copytree(model, tmp_path / "moved")
-    file = next(model.glob("*.safetensors"))
-    save_file({name: t * 1.1 if t.dtype == torch.bfloat16 else t for name, t in load_file(file).items()}, file)
-    log = runs.run("frozen", "--resume", "--steps", "2", code=1)
-    assert f"--resume: --model {model}: weights differ" in log.splitlines()[-1]
-    runs.run("frozen", "--resume", "--steps", "2", "--model", str(moved))
-    assert json.loads((runs.folder / "frozen" / "run.json").read_text())["model"] == str(moved)
+    moved = model.rename(tmp_path / "moved")
+    run_json = runs.folder / "frozen" / "run.json"
+    kept = json.loads(run_json.read_text())
+
+    def resume(model, code):
+        return runs.run("frozen", "--resume", "--steps", "2", "--model", str(model), code=code).splitlines()[-1]
+
+    for word, change in MODEL_CHANGES.items():
+        change(shutil.copytree(moved, tmp_path / word))
+        assert f"frozen was trained with {word} " in resume(tmp_path / word, 1)
+    # A run that recorded only the digest of each tensor's beginning.
+    old = {name: value for name, value in kept.items() if name != "trained_with"}
+    run_json.write_text(json.dumps(old | {"weights_sha256": ModelFolder(moved).old_sha256()}))
+    assert "was trained with weights sha256" in resume(tmp_path / "weights", 1)
+    resume(moved, 0)
+    held = json.loads(run_json.read_text())
+    assert held["model"] == str(moved) and held["trained_with"] == kept["trained_with"] | {"model": "moved"}
 
 
 def test_resume_writes_the_kept_adapter_that_failed(runs):
@@ -641,11 +652,14 @@ def test_resume_keeps_memory_plan_and_reports_other_hardware(runs):
     path = runs.folder / "divided" / "run.json"
     had = json.loads(path.read_text())
     had["memory_plan"]["kv_gib"] = 0.002                                  # as if the first start had less memory
-    had["about"]["hardware"] = "2 x 64 CPU cores, 32 threads"
+    had["about"] |= {"hardware": "2 x 64 CPU cores, 32 threads", "reward_sha256": "0", "commit": "another"}
     path.write_text(json.dumps(had))
     log = runs.run("divided", "--resume", "--steps", "2")
     assert "KV pool of 0.00 GiB" in pool(log) and pool(log).endswith("of 512 tokens")
-    assert "32 threads" in log
+    assert "32 threads" in log and "reward_sha256 was 0, is now" in log and "commit was another" in log
+    entry, = json.loads(path.read_text())["resumed"]
+    assert entry["step"] == 1 and entry["hardware"] in log
+    assert " was " not in runs.run("divided", "--resume", "--steps", "3").replace("--steps was", "")
 
 
 # -----------------------------------------------------------------------------

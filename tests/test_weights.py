@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import FP32, adapted, plain, tokens_of
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import GROUPS, SHAPES, TARGETS, merged, random_tensors, write_folder
+from tiny_qwen2 import GROUPS, SHAPES, TARGETS, merged, write_folder
 
 import nvfp4
 import weights as weights_py
@@ -289,12 +289,16 @@ def test_ids_and_lengths_beyond_the_model_are_rejected(tiny):
 
 def test_digest_distinguishes_weights_but_not_shards(tiny, tmp_path):
     case = tiny["untied"]
-    tensors = random_tensors(case.raw, 0)
-    tensors["model.layers.1.mlp.down_proj.weight"] += 1
-    sharded = write_folder(tmp_path / "sharded", case.raw, case.tensors, files=3)
-    first, same, *others = (ModelFolder(folder).sha256() for folder in (
-        case.folder, sharded, write_nvfp4(case, tmp_path / "four"), write_folder(tmp_path / "b", case.raw, tensors)))
-    assert first == same and len({first, *others}) == 3
+    swapped = {name: t.flip(0) if name.endswith("down_proj.weight") else t for name, t in case.tensors.items()}
+    folders = [case.folder, write_folder(tmp_path / "sharded", case.raw, case.tensors, files=3),
+               write_nvfp4(case, tmp_path / "four"), write_folder(tmp_path / "swapped", case.raw, swapped)]
+    name = "model.layers.1.mlp.down_proj.weight"           # 24,576 numbers
+    for i in (-1, 5000):
+        last = case.tensors[name].clone()
+        last.view(-1)[i] *= 1.01
+        folders.append(write_folder(tmp_path / str(i), case.raw, case.tensors | {name: last}))
+    first, same, *others = (load(folder, device="cpu").digest for folder in folders)
+    assert first == same and len({first, *others}) == 5
 
 
 @pytest.mark.parametrize("name,hub", [

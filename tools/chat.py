@@ -15,9 +15,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))            # for python tools/chat.py
 import env  # isort: skip; its settings come before torch
 
-from evaluate import load_model, model_parser, open_model, parse
+from evaluate import check_model, model_parser, parse
 from files import UserError, first_line
 from harness.config import add_flag
+from harness.setup import open_model
 from prompts import prompt_function
 from sampler import Sampler, Sampling
 from tasks.problems import Problem
@@ -88,8 +89,8 @@ def main() -> None:
     with env.one_line():
         args = parse(parser)
         with redirect_stdout(sys.stderr):        # only answers go to stdout
-            device, folder, tokenizer = open_model(args)
-            model = load_model(args, device, folder, tokenizer)
+            folder, tokenizer, device = check_model(args)
+            model, _ = open_model(folder, tokenizer, device, args, args.adapter)
         length = min(folder.max_positions, LENGTH)
         sampler = Sampler(model, length, max_rows=1)
         sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature or 0.0,
