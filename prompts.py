@@ -139,11 +139,15 @@ class Tokenizer:
         self.file.no_padding()
         vocab = self.file.get_vocab()            # with the added tokens
         added = json.loads(text).get("added_tokens", ())
-        for token in added:                      # the library renumbers tokens after a gap
-            text, i = token["content"], token["id"]
-            if (self.file.token_to_id(text), self.file.id_to_token(i)) != (i, text):
-                raise UserError(f"{path}: {text} has id {i} in added_tokens, but is read as "
-                                f"{self.file.token_to_id(text)}: ids must have no gap")
+        ids = [(token["content"], token["id"]) for token in added]
+        if (self.folder / "tokenizer_config.json").exists():
+            listed = read_json(self.folder / "tokenizer_config.json").get("added_tokens_decoder")
+            ids += [(token["content"], int(i)) for i, token in (listed or {}).items()]
+        for name, i in ids:                      # the library renumbers tokens after a gap
+            if (self.file.token_to_id(name), self.file.id_to_token(i)) != (i, name):
+                raise UserError(f"{path}: {name} has id {i} in added_tokens, there or in "
+                                "tokenizer_config.json, but is read as "
+                                f"{self.file.token_to_id(name)}: ids must have no gap")
         self.control = {token["content"]: token["id"] for token in added if token["special"]}
         if not {"<|im_start|>", "<|im_end|>"} <= self.control.keys():
             raise UserError(f"{path}: lacks <|im_start|> or <|im_end|> as special tokens, which "

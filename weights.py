@@ -101,6 +101,9 @@ class ModelFolder:
     def __init__(self, name: str | Path):
         self.name = str(name) if Path(name).is_dir() else hub_id(str(name))
         self.path = resolve(self.name, weights=False)
+        if (self.path / "adapter_config.json").exists():
+            raise UserError(f"{self.path}: contains an adapter: give the model's own folder, and "
+                            "this one as --adapter")
         if (self.path / "run.json").exists():
             raise UserError(f"{self.path} is a run folder, not a model: python -m tools.convert "
                             "merge makes one")
@@ -174,6 +177,8 @@ def read_config(path: Path) -> dict:
         raise UserError(f"{path}: architectures is {short_repr(config.get('architectures'))}, "
                         f"expected one of {', '.join(FAMILIES)}")
     rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{path}: rope_parameters is {short_repr(rope)}, expected an object")
     for key, value in rope.items():              # programs disagree about which of two they take
         if config.get(key) not in (None, value):
             raise UserError(f"{path}: {key} is {short_repr(config[key])}, but {short_repr(value)} "
@@ -188,6 +193,9 @@ def read_config(path: Path) -> dict:
     for key in (*SIZES, *(key for key in OPTIONAL_SIZES if config.get(key) is not None)):
         positive(config, key, path)
     positive(config, "rms_norm_eps", path, float)
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise UserError(f"{path}: num_key_value_heads {config['num_key_value_heads']} must divide "
+                        f"num_attention_heads {config['num_attention_heads']}")
     return config | {"rope_theta": positive(flat, "rope_theta", path, float)}
 
 
@@ -319,9 +327,12 @@ class WeightReader(Shards):
         self.dtype = dtype
         self.fingerprints = {}                   # of the tensors read so far
         section = self.config.get("quantization_config")
-        self.is_nvfp4 = bool(section) or any(name.endswith("_packed") for name in self.names)
-        if self.is_nvfp4:
+        self.is_nvfp4 = any(name.endswith("_packed") for name in self.names)
+        if self.is_nvfp4 or section:
             check_nvfp4(section, self.folder / "config.json")
+            if not self.is_nvfp4:
+                raise UserError(f"{self.folder}: has quantization_config in config.json, but no "
+                                "tensor in 4 bits")
             if base != "nvfp4":
                 raise UserError(f"{self.folder} contains NVFP4 weights; --base {base} needs the "
                                 "bf16 files")
@@ -576,8 +587,10 @@ def read_peft(folder: str | Path) -> tuple[AdapterShape, dict[str, torch.Tensor]
     opened = open_tensors(file)
     tensors = {name: opened.get_tensor(name) for name in opened.keys()}
     for name, tensor in tensors.items():
-        if not tensor.float().isfinite().all():
-            raise UserError(f"{file}: {name} contains NaN or infinity")
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            raise UserError(f"{file}: {name} is {tensor.dtype}, or contains NaN or infinity")
+    if not any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name):
+        say(f"{folder}: every B is 0, so this adapter changes nothing")
     return adapter, tensors
 
 

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import ROOT, run_main, save_tokenizer, with_acting_adapter
+from helpers import ROOT, TEMPLATES, run_main, save_tokenizer, with_acting_adapter
 from safetensors.torch import load_file, save_file
 from test_learner import some_batch
 from tiny_qwen2 import write_folder
@@ -63,6 +63,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
     *(({"rope_theta": value}, "rope_theta") for value in (..., "10000.0", 0, [1e4])),
     *(({"max_position_embeddings": value}, "max_position_embeddings") for value in ("512", -1, 0, 512.0)),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings"), ({"head_dim": "16"}, "head_dim"),
+    ({"rope_parameters": "default"}, "rope_parameters"), ({"num_key_value_heads": 3}, "num_key_value_heads 3 must"),
     ({"rope_parameters": ROPE}, "rope_theta"),                                           # beside 1e4
     ({"rope_theta": ..., "rope_parameters": {"full_attention": ROPE}}, "rope_theta"),
     ({"rope_theta": ..., "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -70,7 +71,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 def test_config_of_a_model(tiny, tmp_path, changes, key):
     (tmp_path / "config.json").write_text(json.dumps(tiny["tied"].raw))
     edit(tmp_path / "config.json", **changes)
-    with pytest.raises(UserError, match=f"config.json: {key} is "):
+    with pytest.raises(UserError, match=f"config.json: {key} "):
         read_config(tmp_path / "config.json")
 
 
@@ -116,6 +117,14 @@ def untied_head(case, folder):
     write_folder(folder, case.raw, case.tensors | {"lm_head.weight": case.tensors["model.embed_tokens.weight"] * 2})
 
 
+def not_packed(case, folder):
+    write_folder(folder, case.raw | {"quantization_config": NVFP4_CONFIG}, case.tensors)
+
+
+def with_adapter(case, folder):
+    shutil.copy(ROOT / "tests/peft_adapter/adapter_config.json", write_folder(folder, case.raw, case.tensors))
+
+
 def transformed(case, folder):
     section = NVFP4_CONFIG | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}
     write_folder(folder, case.raw | {"quantization_config": section}, case.tensors)
@@ -124,7 +133,8 @@ def transformed(case, folder):
 @pytest.mark.parametrize("write,named", [
     (second_copy, UP), (other_file, UP), (unlisted, UP), (beside_shards("model.safetensors"), "two saves"),
     (beside_shards("model-00001-of-00003.safetensors"), "two saves"), (without_index, "two saves"),
-    (untied_head, "lm_head.weight differs"), (transformed, "transform_config")])
+    (untied_head, "lm_head.weight differs"), (transformed, "transform_config"), (not_packed, "no tensor in 4 bits"),
+    (with_adapter, "contains an adapter")])
 def test_model_folders(tiny, tmp_path, write, named):
     write(tiny["tied"], tmp_path / "model")
     with pytest.raises(UserError, match=f"model.*{named}"):
@@ -134,11 +144,16 @@ def test_model_folders(tiny, tmp_path, write, named):
 @pytest.mark.parametrize("change", [
     lambda added: [token for token in added if token["content"] != "<|endoftext|>"],           # leaves a gap
     lambda added: [token | {"id": token["id"] + 5} for token in added],
-    lambda added: [token | {"id": 7} if token["content"] == "<|im_end|>" else token for token in added]])
+    lambda added: [token | {"id": 7} if token["content"] == "<|im_end|>" else token for token in added],
+    None])
 def test_tokenizer_ids(tmp_path, change):
-    save_tokenizer(tmp_path)
-    edit(tmp_path / "tokenizer.json", added_tokens=change(json.loads((tmp_path / "tokenizer.json").read_text())[
-        "added_tokens"]))
+    save_tokenizer(tmp_path, TEMPLATES["instruct"])
+    added = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    Tokenizer(tmp_path)
+    if change:
+        edit(tmp_path / "tokenizer.json", added_tokens=change(added))
+    else:                                        # transformers reads this list too
+        edit(tmp_path / "tokenizer_config.json", added_tokens_decoder={258: added[1]})
     with pytest.raises(UserError, match="tokenizer.json: "):
         Tokenizer(tmp_path)
 
