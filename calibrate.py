@@ -385,7 +385,8 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
     chunks = []
     measured = []
     if texts:
-        embed = files.read("model.embed_tokens.weight", config.vocab, config.hidden).to(files.dtype)
+        embed = files.read("model.embed_tokens.weight", config.vocab, config.hidden).bfloat16()
+        embed = embed.to(files.dtype)
         held_out = texts[-math.ceil(len(texts) / 8):]
         chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
@@ -412,7 +413,8 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         norm = qwen.RMSNorm(files.read("model.norm.weight", config.hidden), config.eps, files.dtype)
         head = embed
         if not config.tied:
-            head = files.read("lm_head.weight", config.vocab, config.hidden).to(files.dtype)
+            head = files.read("lm_head.weight", config.vocab, config.hidden).bfloat16()
+            head = head.to(files.dtype)
         kl = torch.cat([token_divergence(chunk.exact[at], hidden[at], norm, head[:live_vocab])
                         for chunk, hidden in zip(measured, coded)
                         for at in chunk.predictors.split(512)])

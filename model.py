@@ -289,11 +289,11 @@ class Qwen(torch.nn.Module):
         self.folder = self.digest = None         # load() sets them; digest: of all tensors
         self.layers = torch.nn.ModuleList(
             Layer(c, i, get, frozen, dtype) for i in range(c.layers))
-        self.embed = get("model.embed_tokens.weight", c.vocab, c.hidden).to(dtype)
+        self.embed = get("model.embed_tokens.weight", c.vocab, c.hidden).bfloat16().to(dtype)
         self.device = self.embed.device
         self.lm_head = self.embed                                # (V, D) both
         if not c.tied:
-            self.lm_head = get("lm_head.weight", c.vocab, c.hidden).to(dtype)
+            self.lm_head = get("lm_head.weight", c.vocab, c.hidden).bfloat16().to(dtype)
         self.final_norm = RMSNorm(get("model.norm.weight", c.hidden), c.eps, dtype)
 
     def hidden(self, tokens: Tensor, attends: Sequence[Callable], positions: Tensor,
