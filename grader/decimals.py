@@ -120,7 +120,8 @@ def factorial(n: Value) -> Value:
 
 
 FORMULAS = {
-    "+": add, "*": lambda x, y: x * y, "/": divide, "^": power, r"\mod": lambda x, n: x % n,
+    "+": add, "*": lambda x, y: x * y, "/": divide, "^": power,
+    r"\mod": lambda x, n: x % n if isinstance(x, int) and isinstance(n, int) else unknown(x, n),
     "exp": exp, "ln": mp.log, "log": lambda x, base: divide(mp.log(x), mp.log(base)),
     "sin": sin, "cos": cos,
     "tan": lambda x: divide(sin(x), cos(x)), "cot": lambda x: divide(cos(x), sin(x)),

@@ -66,7 +66,7 @@ x=1,y=2 == (1,2)    y=2,x=1 == x=1,y=2    1\pm\sqrt5 == 1-\sqrt5,1+\sqrt5    (1,
 (0;1) == (0,1)    2:3 == \frac23    \begin{pmatrix}1\\2\end{pmatrix} == \langle 1,2\rangle
 2\begin{pmatrix}1&2\end{pmatrix} == \begin{bmatrix}2 & 4\end{bmatrix}    ４２ == 42    4² == 16    −5 == -5    ½ == 0.5
 x\equiv3\pmod 7 == 3    10\bmod 7 == 3\pmod7    2y-2y+x == x    \frac{xy}{y} == x
-10^{30} \bmod 7 == 1    -7 \bmod 3 == 2    2.5 \bmod 1 == 0.5    abs(-3) == 3
+10^{30} \bmod 7 == 1    -7 \bmod 3 == 2    abs(-3) == 3
 (-oo,0)\cup(1,inf) == (-\infty,0)\cup(1,\infty)    0.\bar{3} == 1/3    \text{all real numbers} == \mathbb{R}
 30 m/s == 30    no solution == \emptyset    \sin 10^{20} == -\sin(-10^{20})    x^{2004}-1 == -1+x^{2004}
 \arcsin\frac12 == \pi/6    \ln(2+\sqrt3) == -\ln(2-\sqrt3)    \cos\frac{\pi}{12} == \frac{\sqrt6+\sqrt2}{4}
