@@ -190,7 +190,7 @@ NOT_UNITS = re.compile(r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|la
     |rd|th|doubled|tripled|vs|versus|thr(?:o?ugh|u)|(?:un)?till?|else|otherwise|altern[a-z]+|instead
     |rather|respective(?:ly)?|also|sometimes|depending|probably|likely|divided|multiplied|negative
     |approx[a-z]*|roughly|about|around|nearly|almost|so|is|are|was|equals?|then|because|since
-    |guess|think""", re.VERBOSE)
+    |guess|think|etc|others|earliest|latest|est|ca""", re.VERBOSE)
 # A word of a unit: no digits and no punctuation, so 12 «cats, 13 dogs» is not 12 of something.
 UNIT_WORD = re.compile(r"[^\W\d_]+(?:[-'’.][^\W\d_]+)*\.?(?:\^?[23])?")
 # Words that negate, hedge or alter an answer: "5 is wrong", "not x = 5", "twice x = 10".

@@ -118,10 +118,11 @@ def undone(answer: str) -> tuple[int, set[str]]:
     """The number of items whose arithmetic is undone, and the functions applied to numbers."""
     s = clean(answer)
     choice = answers.CHOSEN.fullmatch(s)
-    if re.fullmatch("[-+]?[0-9.]+", s):
-        return 0, set()
+    s = answers.split_unit(choice[2] if choice else s)[0]
+    if re.fullmatch(r"(?:[A-Za-z] ?= ?)?[-+]?[0-9.]+", s):
+        return 0, set()  # quickly, since most answers are
     try:
-        read = answers.Answer(answers.split_unit(choice[2] if choice else s)[0])
+        read = answers.Answer(s)
         inspector = Inspector(read.branches[0], answers.Point(read.names))
         inspector.listing(("",))
     except answers.UNREADABLE:
@@ -166,9 +167,9 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
     if it has all symbols of a formula that equals the gold answer, which is written otherwise. More
     symbols, as in X + 0, don't help; nor does another order.
     """
-    whole, known = clean(answer), symbols(clean(gold))
+    whole, known = answers.split_unit(clean(answer))[0], symbols(clean(gold))
     all_sides, last = symbols(whole), symbols(whole.partition("≈")[0].rpartition("=")[2])
-    if not all_sides - known:
+    if not all_sides - known or not OPERATOR.search(whole):
         return False
     for match in SPAN.finditer(question):
         raw = "".join(filter(None, match.groups())).strip(" .,;?")
