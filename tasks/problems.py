@@ -116,7 +116,13 @@ def fetch_split(source: str, split: str) -> list[Path]:
         choices = " or ".join(f"{repository}:{folder}" for folder in folders)
         raise UserError(f"{where} has {split} files in several folders: give {choices}")
     kinds = [[path for path in files if path.suffix == suffix] for suffix in SUFFIXES]
-    return next(filter(None, kinds), [])
+    chosen = next(filter(None, kinds), [])
+    for path in chosen:                          # train-00000-of-00002.parquet
+        count = re.search(r"-of-(\d+)\.", path.name)
+        if count and len(chosen) != int(count[1]):
+            raise UserError(f"{where} has {len(chosen)} {split} files, but {path.name} is one of "
+                            f"{int(count[1])}")
+    return chosen
 
 
 @cache

@@ -154,6 +154,12 @@ def test_the_names_of_a_splits_files_begin_with_it(hub, files, train, test):
             load_problems("some/set", "test")
 
 
+def test_all_files_of_a_split_must_be_there(hub):
+    hub("data/train-00000-of-00003.jsonl", "data/train-00002-of-00003.jsonl")
+    with pytest.raises(UserError, match="2 train files, but train-00000-of-00003.jsonl is one of 3"):
+        load_problems("some/set")
+
+
 def test_the_folder_must_be_named_if_several_have_the_split(hub):
     hub("main/train-0.jsonl", "main_2/train-0.jsonl", "other/test-0.jsonl")
     with pytest.raises(UserError, match="give some/set:main or some/set:main_2"):
