@@ -48,7 +48,7 @@ from attention import PackedAttention, lay_out
 from files import UserError
 from lora import Linear
 from ops import elementwise, mm_fp32, replaced_on_gpu
-from weights import ModelFolder, WeightReader
+from weights import SCALING, ModelFolder, WeightReader
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class ModelConfig:
     qk_norm: bool = False                        # each head of q and k is normed: Qwen3
     rope_theta: float = 1e6
     eps: float = 1e-6
+    rope_scaling: dict | None = None             # Llama 3's: see rope_frequencies
 
     def __post_init__(self):
         if self.head_dim is None:                # setattr, because the dataclass is frozen
@@ -74,11 +75,12 @@ class ModelConfig:
     @classmethod
     def from_json(cls, raw: dict) -> "ModelConfig":
         """raw: the content of config.json, as weights.read_config returns it."""
-        qwen3 = raw["architectures"] == ["Qwen3ForCausalLM"]
+        family, = raw["architectures"]
         return cls(raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
                    raw["num_attention_heads"], raw["num_key_value_heads"], raw["vocab_size"],
-                   raw.get("tie_word_embeddings", False), raw.get("head_dim"), not qwen3, qwen3,
-                   raw["rope_theta"], raw["rms_norm_eps"])
+                   raw.get("tie_word_embeddings", False), raw.get("head_dim"),
+                   family == "Qwen2ForCausalLM", family == "Qwen3ForCausalLM",
+                   raw["rope_theta"], raw["rms_norm_eps"], raw["rope_scaling"])
 
 
 # -----------------------------------------------------------------------------
@@ -139,9 +141,20 @@ def rope_table(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """By how much each of the d/2 angles grows from one position to the next: (d/2,) fp32."""
+    """By how much each of the d/2 angles grows from one position to the next: (d/2,) fp32.
+
+    Llama 3 scales these frequencies for long contexts: an angle that makes at most low_freq_factor
+    turns in the original context grows `factor` times slower, one that makes at least
+    high_freq_factor turns is kept, and between the two the frequency is interpolated.
+    """
     half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    return config.rope_theta ** (-half / config.head_dim)
+    frequency = config.rope_theta ** (-half / config.head_dim)
+    if config.rope_scaling is None:
+        return frequency
+    factor, low, high, length = (config.rope_scaling[key] for key in SCALING)
+    turns = length * frequency / (2 * torch.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
 
 
 # -----------------------------------------------------------------------------

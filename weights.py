@@ -155,36 +155,52 @@ class ModelFolder:
 # -----------------------------------------------------------------------------
 # What a model's config.json may say
 
-FAMILIES = "Qwen2ForCausalLM", "Qwen3ForCausalLM"                # Qwen2 is Qwen2.5 too
-
 # Keys that change what a model computes, and the values that model.py implements. If a key is
 # absent, the first value applies.
-COMPUTED = {"hidden_act": ["silu"], "use_sliding_window": [False], "rope_scaling": [None, {}],
-            "partial_rotary_factor": [1], "layer_types": ["full_attention"],
-            "rope_type": ["default"], "type": ["default"], "tie_word_embeddings": [False, True]}
-# Numbers that a model needs, and those that it may have.
+COMPUTED = {"hidden_act": ["silu"], "partial_rotary_factor": [1], "layer_types": ["full_attention"],
+            "no_rope_layers": [1], "rope_interleaved": [False], "rope_type": ["default", "llama3"],
+            "tie_word_embeddings": [False, True], "attention_multiplier": [None],
+            "embedding_multiplier": [1], "residual_multiplier": [1], "logits_scaling": [1],
+            "logit_scale": [1]}
+# The same for one family. Qwen's sliding_window has no effect without use_sliding_window.
+FAMILIES = {
+    "Qwen2ForCausalLM": {"use_sliding_window": [False]},         # Qwen2.5 too
+    "Qwen3ForCausalLM": {"use_sliding_window": [False], "attention_bias": [False]},
+    "LlamaForCausalLM": {"sliding_window": [None], "attention_bias": [False], "mlp_bias": [False]},
+    "MistralForCausalLM": {"sliding_window": [None]}}
+# What an absent key means, where it isn't what a null means.
+ABSENT = {"MistralForCausalLM": {"sliding_window": 4096}}
+# Numbers that a model needs, those that it may have, and those of Llama 3's rotary scaling.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "num_key_value_heads", "vocab_size")
 OPTIONAL_SIZES = "head_dim", "max_position_embeddings"
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def read_config(path: Path) -> dict:
-    """A model's config.json, with `rope_theta` filled in from newer files' `rope_parameters`.
+    """A model's config.json, with `rope_theta` and `rope_scaling` filled in from newer files'
+    `rope_parameters`. rope_scaling is None, or the numbers of SCALING if its type is llama3.
     UserError unless model.py implements this model.
     """
     config = read_json(path)
-    if config.get("architectures") not in [[name] for name in FAMILIES]:
+    family = next((name for name in FAMILIES if config.get("architectures") == [name]), None)
+    if not family:
         raise UserError(f"{path}: architectures is {short_repr(config.get('architectures'))}, "
                         f"expected one of {', '.join(FAMILIES)}")
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{path}: rope_parameters is {short_repr(rope)}, expected an object")
-    for key, value in rope.items():              # programs disagree about which of two they take
-        if config.get(key) not in (None, value):
-            raise UserError(f"{path}: {key} is {short_repr(config[key])}, but {short_repr(value)} "
-                            "in rope_parameters")
-    flat = config | rope
-    for key, allowed in COMPUTED.items():
+    rope = {}
+    for source in ("rope_scaling", "rope_parameters"):           # the older and the newer key
+        values = config.get(source) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {source} is {short_repr(values)}, expected an object")
+        for key, value in values.items():        # programs disagree about which of two they take
+            key = "rope_type" if key == "type" else key
+            known = (config | rope).get(key)
+            if known not in (None, value):
+                raise UserError(f"{path}: {key} is {short_repr(known)}, but {short_repr(value)} in "
+                                f"{source}")
+            rope[key] = value
+    flat = ABSENT.get(family, {}) | config | rope
+    for key, allowed in (COMPUTED | FAMILIES[family]).items():
         values = allowed[0] if flat.get(key) is None else flat[key]
         for value in values if isinstance(values, list) else [values]:       # of each layer
             if value not in allowed:
@@ -196,7 +212,14 @@ def read_config(path: Path) -> dict:
     if config["num_attention_heads"] % config["num_key_value_heads"]:
         raise UserError(f"{path}: num_key_value_heads {config['num_key_value_heads']} must divide "
                         f"num_attention_heads {config['num_attention_heads']}")
-    return config | {"rope_theta": positive(flat, "rope_theta", path, float)}
+    scaling = None
+    if rope.get("rope_type") == "llama3":
+        scaling = {key: positive(rope, key, path, float) for key in SCALING}
+        if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+            raise UserError(f"{path}: low_freq_factor is {scaling['low_freq_factor']}, expected "
+                            f"less than high_freq_factor, {scaling['high_freq_factor']}")
+    return config | {"rope_theta": positive(flat, "rope_theta", path, float),
+                     "rope_scaling": scaling}
 
 
 def positive(values: dict, key: str, path: Path, kind: type = int, most: float = 1e12) -> float:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from races import races
+from tiny_qwen2 import LLAMA3
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.language import constexpr as const
@@ -320,7 +321,8 @@ def rows_state(prefix, pos, width, blocks, gen):
 
 @runs_kernels
 @pytest.mark.parametrize("H,KV,d,family,ROWS", [
-    (3, 2, 64, "qwen2", 4), (3, 2, 128, "qwen3", 4), *(pytest.param(*case, marks=gpu) for case in (
+    (3, 2, 64, "qwen2", 4), (3, 2, 128, "qwen3", 4), (3, 2, 64, "llama", 4),
+    *(pytest.param(*case, marks=gpu) for case in (
         (14, 2, 64, "qwen2", 4), (10, 2, 128, "qwen2", 4), (4, 2, 128, "qwen3", 1)))])    # 1 row: a step below has it
 def test_heads_kernel_matches_float64(H, KV, d, family, ROWS, gen):
     prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], sampler.KV_BLOCK
@@ -332,7 +334,7 @@ def test_heads_kernel_matches_float64(H, KV, d, family, ROWS, gen):
     bias = gains = None
     if family == "qwen2":
         bias = torch.randn((H + 2 * KV) * d, generator=gen, device=DEVICE)
-    else:
+    if family == "qwen3":
         gains = torch.randn(2, d, generator=gen, device=DEVICE)
     config = model_module.ModelConfig(H * d, 0, 0, H, KV, 0, True)
     cos, sin = model_module.rope_table(state.pos, config)
@@ -421,12 +423,11 @@ def test_attention_plans_divide_the_kv_block(wide_steps_fit):
 def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432), dtype=None, qwen3_head=None):
     """-> a small random model with a nonzero adapter, its engine over a random KV cache, the table's width.
 
-    qwen3_head: the head size of a Qwen3; None makes a Qwen2.5.
+    qwen3_head: the head size of a Qwen3; None makes a Qwen2.5, 0 a Llama. Rotary angles are scaled as in a Llama 3.
     """
     dtype = dtype or DTYPE
-    config = model_module.ModelConfig(*size, False)
-    if qwen3_head:
-        config = model_module.ModelConfig(*size, False, qwen3_head, qkv_bias=False, qk_norm=True)
+    config = model_module.ModelConfig(*size, False, qwen3_head or None, qkv_bias=qwen3_head is None,
+                                      qk_norm=bool(qwen3_head), rope_scaling=LLAMA3)
 
     def get(name, *shape):
         if "norm" in name:
@@ -513,7 +514,7 @@ def reference_logprobs(model, kv, rows, temperature):
 @pytest.mark.parametrize("base,rank,n,qwen3_head", [                 # 3 rows run as 4, 5 as 6 with larger programs
     ("bf16", 8, 3, None), ("nvfp4", 8, 5, 128), *(pytest.param(*case, marks=gpu) for case in (
         ("nvfp4", 32, 9, None), ("nvfp4", 0, 1, None), ("bf16", 16, 5, None),
-        ("nvfp4", 32, 9, 128), ("bf16", 16, 5, 128)))])
+        ("nvfp4", 32, 9, 128), ("bf16", 16, 5, 128), ("nvfp4", 32, 9, 0)))])
 @pytest.mark.parametrize("sigma,temperature", [(0.05, 0.7), pytest.param(0, 0.0, marks=gpu)])
 def test_step_matches_the_torch_engine(base, rank, n, qwen3_head, sigma, temperature, gen):
     if not GPU and (DTYPE == torch.float16) == bool(qwen3_head):

@@ -82,7 +82,8 @@ def test_logits_of_the_real_half_b_match_transformers():
 
 @pytest.mark.parametrize("shape,prompt,completions", [
     ("untied", 1, (3,)), ("tied", 5, (1, 7)), ("ragged", 2, (1, 1, 1)), ("untied", 9, (4, 1, 12, 3, 3)),
-    ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3)), ("qwen3-tied", 9, (4, 1, 12, 3, 3)), ("qwen3-untied", 5, (1, 7))])
+    ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3)), ("qwen3-tied", 9, (4, 1, 12, 3, 3)), ("qwen3-untied", 5, (1, 7)),
+    ("llama-tied", 9, (4, 1, 12, 3, 3))])
 def test_shared_prompt_gives_each_rows_own_logprobs(tiny, shape, prompt, completions):
     # Log-probs against a float64 forward of each row, gradients against rows that each compute their own prompt.
     case = tiny[shape]

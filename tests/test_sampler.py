@@ -75,7 +75,8 @@ def minimal_gib(model, max_length, extra=0):
 
 @pytest.mark.parametrize("policy,shape,engine", [
     ("base", "untied", TorchEngine), ("adapter", "untied", WindowEngine), ("noise", "untied", TorchEngine),
-    ("adapter", "qwen3-tied", WindowEngine), ("noise", "qwen3-untied", TorchEngine)])
+    ("adapter", "qwen3-tied", WindowEngine), ("noise", "qwen3-untied", TorchEngine), ("adapter", "llama", WindowEngine),
+    ("base", "mistral", TorchEngine)])
 def test_greedy_tokens_match_full_forwards(tiny, policy, shape, engine):
     case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)

@@ -14,7 +14,8 @@ import torch
 from helpers import ROOT, TEMPLATES, run_main, save_tokenizer, with_acting_adapter
 from safetensors.torch import load_file, save_file
 from test_learner import some_batch
-from tiny_qwen2 import write_folder
+from tiny_qwen2 import LLAMA3, write_folder
+
 
 import evaluate
 import grpo
@@ -55,6 +56,7 @@ def test_adapter_numbers_and_targets(tmp_path, key, value):
 
 
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "use_sliding_window": ..., "rope_scaling": LLAMA3}
 
 
 @pytest.mark.parametrize("changes,key", [
@@ -67,7 +69,22 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
     ({"rope_parameters": ROPE}, "rope_theta"),                                           # beside 1e4
     ({"rope_theta": ..., "rope_parameters": {"full_attention": ROPE}}, "rope_theta"),
     ({"rope_theta": ..., "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    ({"rope_theta": ..., "rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "type")])
+    ({"rope_theta": ..., "rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "rope_type"),
+    *((LLAMA | changes, key) for changes, key in [
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor"), ({"rope_scaling": 8.0}, "rope_scaling"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor"),
+        ({"rope_parameters": LLAMA3 | {"factor": 32.0}}, "factor"),                      # beside 8.0 in rope_scaling
+        ({"rope_parameters": LLAMA3 | {"type": "yarn"}}, "rope_type"),
+        ({"attention_bias": True}, "attention_bias"), ({"mlp_bias": True}, "mlp_bias"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers"), ({"residual_multiplier": 0.22}, "residual_multiplier"),
+        ({"rope_interleaved": True}, "rope_interleaved"), ({"sliding_window": 8}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),                   # 4,096 in transformers
+        ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures"),
+        *(({"architectures": [name]}, "architectures") for name in (
+            "SmolLM3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM", "Olmo3ForCausalLM", "Gemma3ForCausalLM",
+            "GptOssForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM", "Ministral3ForCausalLM",
+            "Llama4ForCausalLM"))])])
 def test_config_of_a_model(tiny, tmp_path, changes, key):
     (tmp_path / "config.json").write_text(json.dumps(tiny["tied"].raw))
     edit(tmp_path / "config.json", **changes)

@@ -198,11 +198,12 @@ L1 = "model.layers.1."
 
 @pytest.mark.parametrize("shape,config,named", [
     *(("tied", {key: value}, f"config.json: {key}") for key, value in [
-        ("architectures", ["LlamaForCausalLM"]), ("architectures", ["Qwen3MoeForCausalLM"]), ("hidden_act", "gelu"),
+        ("architectures", ["Qwen3MoeForCausalLM"]), ("hidden_act", "gelu"),
         ("use_sliding_window", True), ("layer_types", ["full_attention", "sliding_attention"]), ("layer_types", 3),
-        ("rope_scaling", YARN), ("partial_rotary_factor", 0.5),
+        ("partial_rotary_factor", 0.5),
         ("quantization_config", dict(quant_method="fp8"))]),
-    ("tied", dict(rope_theta=None, rope_parameters=YARN), "config.json: rope"),
+    *(("tied", {"rope_theta": None, key: YARN}, "config.json: rope_type is 'yarn'")
+      for key in ("rope_scaling", "rope_parameters")),
     ("tied", dict(hidden_size=128), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(head_dim=32), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(num_attention_heads=64), r"k_proj.bias has shape"),

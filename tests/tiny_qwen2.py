@@ -1,5 +1,5 @@
 """
-Reference Qwen2 and Qwen3 in float64, one sequence at a time, and tiny random checkpoints.
+Reference Qwen2, Qwen3, Llama and Mistral in float64, one sequence at a time, and tiny random checkpoints.
 
 Weights are computed from a seed with integers and one division, so every version of torch gives the same bits:
 make_reference.py and the tests build the same checkpoint, and only its logits are stored.
@@ -17,7 +17,12 @@ SHAPES = {"tied": (64, 192, 2, 4, 2, 101, True), "untied": (128, 192, 2, 4, 1, 1
           "ragged": (80, 176, 3, 5, 5, 77, False)}
 # Qwen3 adds head_dim. H x d is larger than D in the first, smaller in the second.
 QWEN3_SHAPES = {"qwen3-tied": (64, 192, 2, 4, 2, 101, True, 32), "qwen3-untied": (128, 192, 3, 4, 1, 101, False, 16)}
-SHAPES |= QWEN3_SHAPES
+# 19 tokens are more than Llama's original context: its scaling is written under the older key in the first, under the
+# newer in the second.
+LLAMA_SHAPES = {"llama": (128, 192, 2, 4, 1, 101, False), "llama-tied": (64, 192, 2, 4, 2, 101, True, 32)}
+SHAPES |= QWEN3_SHAPES | LLAMA_SHAPES | {"mistral": (64, 192, 2, 4, 2, 101, False, 32)}
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
 TARGETS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 GROUPS = TARGETS[:3], TARGETS[3:4], TARGETS[4:6], TARGETS[6:]          # fused linears, with one global scale each
@@ -31,8 +36,18 @@ def config_json(shape):
     raw = dict(zip(keys, SHAPES[shape]), architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_act="silu",
                rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, use_sliding_window=False)
     if shape in QWEN3_SHAPES:
-        raw |= dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=SHAPES[shape][-1],
+        raw |= dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3",
                     attention_bias=False, sliding_window=None)
+    if shape in LLAMA_SHAPES:
+        raw |= dict(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False, mlp_bias=False,
+                    rope_scaling=LLAMA3)
+    if shape == "llama-tied":
+        theta = raw.pop("rope_theta")
+        raw |= dict(rope_scaling=None, rope_parameters=LLAMA3 | dict(rope_theta=theta))
+    if shape == "mistral":
+        raw |= dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
+    if len(SHAPES[shape]) > 7:
+        raw["head_dim"] = SHAPES[shape][7]
     return raw
 
 
@@ -50,7 +65,7 @@ def shapes_of(raw):
         shapes |= {f"model.layers.{i}.{name}.weight": size for name, size in sizes.items()}
         if raw["model_type"] == "qwen3":
             shapes |= {f"model.layers.{i}.{name}.weight": (head_size(raw),) for name in QK_NORMS}
-        else:
+        if raw["model_type"] == "qwen2":
             shapes |= {f"model.layers.{i}.{name}.bias": sizes[name][:1] for name in TARGETS[:3]}
         shapes |= {f"model.layers.{i}.{name}.weight": (D,) for name in NORMS}
     return shapes if raw["tie_word_embeddings"] else shapes | {"lm_head.weight": (V, D)}
@@ -112,12 +127,27 @@ def write_folder(folder, raw, tensors, files=1):
     return folder
 
 
+def frequencies(raw):
+    """-> (d / 2,) float64. Llama 3's scaling goes by wavelength, as in its own code."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    d, theta = head_size(raw), raw.get("rope_theta") or rope["rope_theta"]
+    f = theta ** (-torch.arange(0, d, 2).double() / d)
+    if rope:
+        length, low, high = (rope[key] for key in ("original_max_position_embeddings", "low_freq_factor",
+                                                   "high_freq_factor"))
+        wave = 2 * math.pi / f
+        smooth = (length / wave - low) / (high - low)
+        between = (1 - smooth) * f / rope["factor"] + smooth * f
+        f = torch.where(wave > length / low, f / rope["factor"], torch.where(wave < length / high, f, between))
+    return f
+
+
 def plain_logits(raw, tensors, tokens):
     """tokens (T,) of one sequence -> logits (T, V) float64. Rotary pairs are complex numbers times e^(i angle)."""
     w = {name: t.double() for name, t in tensors.items()}
     T, H, KV = len(tokens), raw["num_attention_heads"], raw["num_key_value_heads"]
     d = head_size(raw)
-    angle = torch.arange(T).double()[:, None] * raw["rope_theta"] ** (-torch.arange(0, d, 2).double() / d)
+    angle = torch.arange(T).double()[:, None] * frequencies(raw)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]           # (T, 1, d / 2)
     future = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
 
