@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -32,14 +33,30 @@ Turn = tuple[str, str]                           # role and text
 # -----------------------------------------------------------------------------
 # The chat template
 
+class ChatFormat(NamedTuple):
+    """The control tokens by which a chat format is known."""
+    end: str                                     # ends an answer
+    start: str                                   # opens an answer, perhaps followed by others
+    moves_system: bool = False                   # a system text moves on to the last user's turn
+
+
+FORMATS = [ChatFormat("<|im_end|>", "<|im_start|>"),             # ChatML: Qwen, SmolLM2
+           ChatFormat("<|eot_id|>", "<|start_header_id|>"),      # Llama 3
+           ChatFormat("</s>", "[/INST]", moves_system=True)]     # Mistral
+# These end a completion in any format: they end a document, or <|eom_id|> a call of a tool.
+ENDS = "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"
+
+
 class ChatTemplate:
     """A model's chat template: a Jinja program that writes a conversation as text.
 
-    It runs in the sandbox that transformers uses and gets only the conversation: no tools, no
-    documents, no date, no files. path: the file with the template.
+    It runs in the sandbox that transformers uses and gets only the conversation, bos_token and
+    eos_token: no tools, no documents, no date, no files. path: the file with the template.
+    formats: those that the tokenizer has tokens for.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, formats: list[ChatFormat]):
+        self.formats = formats
         newer = folder / "chat_template.jinja"   # where transformers >= 4.52 puts it, and looks first
         self.path = folder / "tokenizer_config.json"
         is_newer = newer.exists()
@@ -49,6 +66,11 @@ class ChatTemplate:
             older, self.path, self.text = self.text, newer, read_text(newer)
             if older not in (None, self.text):
                 say(f"{newer} is used; tokenizer_config.json has another chat_template")
+        self.tokens = {}
+        for key in ("bos_token", "eos_token"):
+            match known.get(key):
+                case str(token) | {"content": str(token)}:
+                    self.tokens[key] = token
         if not isinstance(self.text, str):
             raise self.error(f"is {short_repr(self.text)}, expected text")
 
@@ -62,22 +84,31 @@ class ChatTemplate:
     def render(self, turns: list[Turn], thinking: str) -> str:
         """The text of a conversation, up to where the model's answer begins.
 
-        UserError if the template fails, drops or changes a system's or a user's text, or is not in
-        Qwen's chat format. It may shorten earlier answers: Qwen3's removes their thinking.
+        UserError if the template fails, drops or changes a system's or a user's text, or writes
+        none of the formats. It may shorten earlier answers: Qwen3's removes their thinking.
         """
         messages = [{"role": role, "content": text} for role, text in turns]
         try:
             written = self.program.render(messages=messages, tools=None, documents=None,
-                                          add_generation_prompt=True,
+                                          add_generation_prompt=True, **self.tokens,
                                           enable_thinking=thinking == "on")
         except Exception as error:               # someone else's program may raise anything
             raise self.error(f"fails: {first_line(error)}") from None
-        if "<|im_start|>" not in written.rpartition("<|im_end|>")[2]:
-            raise self.error("does not start the answer with <|im_start|>, as Qwen's format does")
+        self.format_of(written)
         for role, text in turns:
             if role != "assistant" and text.strip() not in written:
                 raise self.error(f"drops or changes what the {role} says: {short_repr(text)}")
         return written
+
+    def format_of(self, written: str) -> ChatFormat:
+        """The format of a prompt; UserError if it has none. A tokenizer may have several's tokens:
+        models trained from Llama 3 often use ChatML.
+        """
+        for one in self.formats:
+            if one.start in written.rpartition(one.end)[2]:
+                return one
+        starts = " or ".join(one.start for one in self.formats)
+        raise self.error(f"does not start the answer with {starts}, as its tokenizer's format does")
 
 
 class Undefined(jinja2.Undefined):
@@ -149,19 +180,21 @@ class Tokenizer:
                                 "tokenizer_config.json, but is read as "
                                 f"{self.file.token_to_id(name)}: ids must have no gap")
         self.control = {token["content"]: token["id"] for token in added if token["special"]}
-        if not {"<|im_start|>", "<|im_end|>"} <= self.control.keys():
-            raise UserError(f"{path}: lacks <|im_start|> or <|im_end|> as special tokens, which "
-                            "Qwen's chat format needs")
+        formats = [one for one in FORMATS if {one.end, one.start} <= self.control.keys()]
+        if not formats:
+            raise UserError(f"{path}: has no chat format's special tokens: "
+                            + ", or ".join(f"{one.start} and {one.end}" for one in FORMATS))
         self.control_token = re.compile(f"({'|'.join(map(re.escape, self.control))})")
         self.vocab_size = max(vocab.values()) + 1        # Qwen2.5: 151,665
-        self.stop = vocab["<|im_end|>"]
-        # Both, as in the generation_config.json of every Qwen2.5 and Qwen3. Its temperature, top_p
-        # and top_k are for chatting and aren't read: training samples from the model's own
-        # distribution.
-        self.end_ids = sorted({self.stop, vocab.get("<|endoftext|>", self.stop)})
-        self.template = ChatTemplate(self.folder)
-        self.digest = hashlib.sha256((text + self.template.text).encode()).hexdigest()[:16]
+        self.template = ChatTemplate(self.folder, formats)
+        known = text + self.template.text + str(self.template.tokens)
+        self.digest = hashlib.sha256(known.encode()).hexdigest()[:16]
         self.set_thinking(thinking)
+        self.format = self.template.format_of(self.template.render([("user", "?")], thinking))
+        self.stop = vocab[self.format.end]
+        # As in the models' generation_config.json. Its temperature, top_p and top_k are for
+        # chatting and aren't read: training samples from the model's own distribution.
+        self.end_ids = sorted({self.stop, *(vocab[name] for name in ENDS if name in vocab)})
 
     def set_thinking(self, thinking: str) -> None:
         """Finds out what --thinking does by rendering a prompt with and without it:
@@ -196,10 +229,15 @@ class Tokenizer:
         return self.file.decode(ids, skip_special_tokens=False)
 
     def user_turn(self, text: str) -> list[int]:
-        """A user's turn: everything between one answer's <|im_end|> and the next answer."""
-        ids = self.turns([("user", "?"), ("assistant", "."), ("user", text)])
-        *_, answered, _ = (i for i, token in enumerate(ids) if token == self.stop)
-        return ids[answered + 1:]
+        """A user's turn: everything between the token that ends one answer and the next answer. A
+        system text stays in the first turn, also where the template would move it to this one
+        (ChatFormat.moves_system).
+        """
+        turns = [("user", "?"), ("assistant", "."), ("user", text)]
+        earlier = self.turns(turns[:1]).count(self.stop)         # Mistral: none, only answers end
+        ids = self.turns(turns)
+        ends = [i for i, token in enumerate(ids) if token == self.stop]
+        return ids[ends[earlier] + 1:]
 
     def turns(self, turns: list[Turn]) -> list[int]:
         """The prompt for a conversation that ends with the user's turn:

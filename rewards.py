@@ -136,7 +136,8 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
 # -----------------------------------------------------------------------------
 # The patterns that find an answer
 
-END_OF_TURN = re.compile(r"<\|im_end\|>|<\|endoftext\|>|<\|im_start\|>|<\|eot_id\|>|</s>")
+END_OF_TURN = re.compile(r"<\|(?:im_end|im_start|endoftext|end_of_text|eot_id|eom_id|start_header_id)"
+                         r"\|>|</s>")
 # No <answer> inside an answer, or each of 10,000 unclosed tags would be scanned to the end.
 TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 # "answer is", "Answer:" or "**Answer**:", but not "answer isn't" or "answers".

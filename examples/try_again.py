@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))            # for python examples
 import train
 from harness.setup import Run
 from prompts import Tokenizer
+from ranks import say
 from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.problems import Problem
 
@@ -36,6 +37,9 @@ class Conversation:
         self.tokenizer: Tokenizer = run.tokenizer
         self.grade_one = run.grade
         self.reply = reply
+        if self.tokenizer.format.moves_system:
+            say("a system text stays in the first turn, though this model's template would move it "
+                "to the second")
 
     def sample(self, sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
                places: range | list) -> Rollouts:
@@ -62,7 +66,7 @@ class Conversation:
         return Rollouts(rows, first.seconds + second.seconds, first.computed + second.computed)
 
     def grade(self, problems: list, rows: list[Row]) -> list[dict]:
-        """Like Run.grade, which stops at a row's first <|im_end|>, but grades the last answer. Adds
+        """Like Run.grade, which stops at a row's first end of turn, but grades the last answer. Adds
         `first`: whether the first one was right.
         """
         lasts = self.grade_one(problems, [last_answer(row) for row in rows])

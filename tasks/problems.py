@@ -157,7 +157,8 @@ def download(url: str, name: str) -> Path:
 QUESTIONS = "question", "problem", "prompt"
 GOLDS = "answer", "final_answer", "ground_truth", "solution"
 # A conversation as text: JSON, Python's repr of it, or a chat template's output.
-CHAT_AS_TEXT = re.compile(r"""\s*(<\|im_start\|>|\[?\s*\{\s*["'](role|content|from|value)["']\s*:)""")
+CHAT_AS_TEXT = re.compile(r"""\s*(<\|(im_start|begin_of_text|start_header_id)\|>|(<s>)?\s*\[INST\]"""
+                          r"""|\[?\s*\{\s*["'](role|content|from|value)["']\s*:)""")
 # A number whose commas separate thousands, such as 1,234,567 or 1,234.5, but not 0,5 or 1,2.
 GROUPED_DIGITS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 

@@ -65,21 +65,22 @@ def tokens_of(case, *shape):
     return torch.randint(case.raw["vocab_size"], shape, generator=torch.Generator().manual_seed(8))
 
 
-def save_tokenizer(folder, template=None, thinks=False):
-    """A byte-level tokenizer without merges: ids 0-255 are bytes, 256-258 control tokens. thinks: add <think> and
-    </think> as ordinary tokens 259 and 260, as Qwen3 does.
+def save_tokenizer(folder, template=None, thinks=False, control=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+                   **named):
+    """A byte-level tokenizer without merges: ids 0-255 are bytes, those from 256 on control tokens. thinks: add <think>
+    and </think> as ordinary tokens 259 and 260, as Qwen3 does. named: more of tokenizer_config.json.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     file = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     file.decoder = decoders.ByteLevel()
-    file.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    file.add_special_tokens([AddedToken(t, special=True) for t in control])
     if thinks:
         file.add_tokens([AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")])
     file.save(str(folder / "tokenizer.json"))
     if template is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **named}))
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

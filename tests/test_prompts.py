@@ -108,6 +108,37 @@ def test_control_tokens_in_messages_stay_text(tmp_path, turns):
     ) + "<|im_start|>assistant\n"
 
 
+LLAMA3 = ("{% for m in messages %}{{ bos_token if loop.first }}{{ '<|start_header_id|>' + m.role + "
+          "'<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}{% if strftime_now is defined %}"
+          "{{ strftime_now('%d') }}{% endif %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}")
+MISTRAL = ("{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set messages = "
+           "messages[1:] %}{% endif %}{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + "
+           "(first if loop.last and first is defined else '') + m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + "
+           "eos_token }}{% endif %}{% endfor %}")
+META = "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"
+META_USER = ("<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+             "<|start_header_id|>assistant<|end_header_id|>\n\n")
+CHATML_USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template,control,named,ends,prompt,again", [
+    (LLAMA3, META, {"bos_token": META[0]}, {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"},
+     "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>" + META_USER, META_USER),
+    (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, {"</s>"},
+     "<s>[INST] S\n\n{}[/INST]", "[INST] {}[/INST]"),
+    (TEMPLATES["instruct"], (*META, "<|im_start|>", "<|im_end|>"), {}, {"<|end_of_text|>", "<|eom_id|>", "<|im_end|>"},
+     "<|im_start|>system\nS<|im_end|>\n" + CHATML_USER, "\n" + CHATML_USER)])             # ChatML on Llama 3's tokens
+def test_other_chat_formats(tmp_path, template, control, named, ends, prompt, again):
+    """A prompt and a second turn; control tokens that they spell out stay text."""
+    file = save_tokenizer(tmp_path, template, control=control, **named)
+    tokenizer = Tokenizer(tmp_path)
+    assert {file.id_to_token(i) for i in tokenizer.end_ids} == ends and tokenizer.format.end in ends
+    for said in ("Q", *control):
+        for ids, text in ((prompt_of(tokenizer, said, "S"), prompt), (tokenizer.user_turn(said), again)):
+            head, tail = (file.encode(part).ids for part in text.split("{}"))
+            assert ids == head + [file.token_to_id(char) for char in said] + tail
+
+
 # -----------------------------------------------------------------------------
 # Thinking
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from test_learner import some_batch
 from tiny_qwen2 import LLAMA3, write_folder
 
-
 import evaluate
 import grpo
 from files import Stopped, UserError, tell_unfinished, write_json
