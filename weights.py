@@ -1,5 +1,6 @@
 """
-Model folders in Hugging Face's layout: 16-bit weights, or compressed-tensors NVFP4.
+Model folders in Hugging Face's layout: 16-bit weights, or NVFP4 from compressed-tensors or
+ModelOpt.
 
     folder = ModelFolder("qwen2.5-7b")                 config.json, read once
     files = WeightReader(folder, "nvfp4", device, torch.bfloat16)
@@ -183,6 +184,13 @@ def read_config(path: Path) -> dict:
     UserError unless model.py implements this model.
     """
     config = read_json(path)
+    other = path.with_name(MODELOPT_CONFIG)
+    if other.exists():
+        section = {"quant_method": "modelopt", **read_json(other).get("quantization", {})}
+        known = config["quantization_config"] = config.get("quantization_config") or section
+        if known.get("quant_algo") != section.get("quant_algo"):
+            raise UserError(f"{path}: quant_algo is {short_repr(known.get('quant_algo'))}, but "
+                            f"{short_repr(section.get('quant_algo'))} in {other.name}")
     family = next((name for name in FAMILIES if config.get("architectures") == [name]), None)
     if not family:
         raise UserError(f"{path}: architectures is {short_repr(config.get('architectures'))}, "
@@ -253,6 +261,9 @@ def stamp(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
+INDEX = "model.safetensors.index.json"
+
+
 class Shards:
     """A folder's tensors, from model.safetensors or from the files that
     model.safetensors.index.json names. names: tensor name -> file.
@@ -263,7 +274,7 @@ class Shards:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        index = self.folder / "model.safetensors.index.json"
+        index = self.folder / INDEX
         files = {"model.safetensors"}
         if index.exists():
             mapped = read_json(index).get("weight_map")
@@ -321,7 +332,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 # Tensors that need not be read: outside the layers (a tied head may be stored too), and what some
 # programs write but nothing here needs.
 OPTIONAL = re.compile(r"(lm_head|model\.embed_tokens|model\.norm)\.weight"
-                      r"|.*(rotary_emb\.inv_freq|input_global_scale)")
+                      r"|.*(rotary_emb\.inv_freq|input_global_scale|input_scale"
+                      r"|k_scale|v_scale)")
 
 
 def fingerprint(tensor: torch.Tensor) -> bytes:
@@ -350,15 +362,18 @@ class WeightReader(Shards):
         self.dtype = dtype
         self.fingerprints = {}                   # of the tensors read so far
         section = self.config.get("quantization_config")
-        self.is_nvfp4 = any(name.endswith("_packed") for name in self.names)
-        if self.is_nvfp4 or section:
-            check_nvfp4(section, self.folder / "config.json")
-            if not self.is_nvfp4:
+        self.layout = None                       # of NVFP4 weights
+        packed = any(name.endswith(("_packed", "_scale_2")) for name in self.names)
+        if packed or section:
+            self.layout = check_nvfp4(section, self.folder / "config.json")
+            if not packed:
                 raise UserError(f"{self.folder}: has quantization_config in config.json, but no "
                                 "tensor in 4 bits")
             if base != "nvfp4":
                 raise UserError(f"{self.folder} contains NVFP4 weights; --base {base} needs the "
                                 "bf16 files")
+            if any(name.endswith(("input_scale", "input_global_scale")) for name in self.names):
+                say(f"{self.folder}: was made for 4-bit activations; here they have 16 bits")
         if "calibration" in self.config:
             say(f"{self.folder}: {short_repr(self.config['calibration'], 160)}")
 
@@ -401,29 +416,45 @@ class WeightReader(Shards):
         """The linears `names`, with parts[i] rows and k columns each, fused into one weight.
 
         16-bit weights are quantized to `base`. An NVFP4 folder's are used as they are, including
-        those it keeps in 16 bits (`ignore` in its config.json). UserError if only some of `names`
-        are in 4 bits.
+        those it keeps in 16 bits (`ignore` in its config.json, ModelOpt's `exclude_modules`).
+        UserError if only some of `names` are in 4 bits.
         """
-        if any(f"{name}.weight_packed" in self.names for name in names):
+        layout = self.layout
+        if layout and any(f"{name}.{layout.global_scale}" in self.names for name in names):
             for name, n in zip(names, parts):
-                self.check(f"{name}.weight_packed", (n, k // 2), ["U8"])
-                self.check(f"{name}.weight_scale", (n, k // 16), ["F8_E4M3"])
-            stored = [load_nvfp4(self, name, self.device) for name in names]
+                self.check(f"{name}.{layout.packed}", (n, k // 2), ["U8"])
+                self.check(f"{name}.weight_scale", (n, k // 16), layout.scale_dtypes)
+            stored = [load_nvfp4(self, name, self.device, layout) for name in names]
             return nvfp4.fuse(stored, self.dtype)
         weights = [self.read(f"{name}.weight", n, k) for name, n in zip(names, parts)]
-        return nvfp4.freeze(weights, "bf16" if self.is_nvfp4 else self.base, self.dtype)
+        return nvfp4.freeze(weights, "bf16" if layout else self.base, self.dtype)
 
 
 # -----------------------------------------------------------------------------
-# NVFP4 as compressed-tensors stores it
+# NVFP4 as compressed-tensors and ModelOpt store it
 #
 # Each linear of N rows and K columns is three tensors (nvfp4.py explains the format):
 #
-#     NAME.weight_packed        (N, K / 2)   uint8: two 4-bit codes per byte
-#     NAME.weight_scale         (N, K / 16)  float8_e4m3: one scale per scale_block of 16
-#     NAME.weight_global_scale  (1,)         float32: a divisor, 1 / nvfp4.py's global_scale
+#     compressed-tensors         ModelOpt
+#     NAME.weight_packed         NAME.weight            (N, K / 2)   uint8: two codes per byte
+#     NAME.weight_scale          NAME.weight_scale      (N, K / 16)  float8_e4m3: block scales
+#     NAME.weight_global_scale   NAME.weight_scale_2    one float32: the global scale; the former
+#                                                       stores 1 / global_scale
+# ModelOpt's input_scale, k_scale and v_scale are for activations and caches of fewer bits.
 
-# What config.json says about such weights.
+class Layout(NamedTuple):
+    """The names of a linear's tensors in NVFP4."""
+    packed: str
+    global_scale: str
+    scale_dtypes: list[str]                      # of weight_scale; U8 holds E4M3's bits
+    inverse: bool                                # whether 1 / global_scale is stored
+
+
+COMPRESSED_TENSORS = Layout("weight_packed", "weight_global_scale", ["F8_E4M3"], inverse=True)
+MODELOPT = Layout("weight", "weight_scale_2", ["F8_E4M3", "U8"], inverse=False)
+MODELOPT_CONFIG = "hf_quant_config.json"         # older ModelOpt folders have only this
+
+# What config.json says about weights of compressed-tensors.
 NVFP4_CONFIG = {
     "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
     "quantization_status": "compressed", "ignore": ["lm_head"],
@@ -434,33 +465,37 @@ NVFP4_CONFIG = {
         "input_activations": None, "output_activations": None}}}
 
 
-def check_nvfp4(section: object, path: Path) -> None:
-    """UserError unless config.json says that the weights are stored as above.
-
-    Other programs' files look the same but mean something else: ModelOpt stores the global scale
-    itself, not its inverse. Only this section of config.json tells them apart.
+def check_nvfp4(section: object, path: Path) -> Layout:
+    """How NVFP4 weights are stored, according to quantization_config in config.json. UserError
+    unless it is one of the layouts above: other programs' files look the same but mean something
+    else, and only this section tells them apart.
     """
     match section:
+        case {"transform_config": transforms} if transforms:
+            raise UserError(f"{path}: transform_config in quantization_config: transformed "
+                            "weights (Hadamard rotations, say) can't be read")
         case {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}:
-            if section.get("transform_config"):
-                raise UserError(f"{path}: transform_config in quantization_config: transformed "
-                                "weights (Hadamard rotations, say) can't be read")
-            return
-    raise UserError(f"{path}: quantization_config is not compressed-tensors NVFP4, the only 4-bit "
-                    "format that can be read")
+            return COMPRESSED_TENSORS
+        case {"quant_method": "modelopt", "quant_algo": "NVFP4" | "W4A16_NVFP4"}:
+            return MODELOPT
+    raise UserError(f"{path}: quantization_config is {short_repr(section)}: not NVFP4 from "
+                    "compressed-tensors or ModelOpt, the only 4-bit formats that can be read")
 
 
-def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu"
+def load_nvfp4(shards: Shards, name: str, device: str | torch.device = "cpu",
+               layout: Layout = COMPRESSED_TENSORS
                ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A linear such as "model.layers.0.mlp.up_proj" as nvfp4.quantize returns it: codes, block
     scales, global scale. UserError if they would decode to NaN or to weights of the wrong sign.
     """
-    packed, block_scale, inverse = (shards.get(f"{name}.weight_{part}", device)
-                                    for part in ("packed", "scale", "global_scale"))
-    if inverse.numel() != 1 or not 0 < inverse < math.inf or not (block_scale.float() >= 0).all():
+    parts = layout.packed, "weight_scale", layout.global_scale
+    packed, block_scale, scale = (shards.get(f"{name}.{part}", device) for part in parts)
+    block_scale = block_scale.view(torch.float8_e4m3fn) if layout is MODELOPT else block_scale
+    if scale.numel() != 1 or not 0 < scale < math.inf or not (block_scale.float() >= 0).all():
         raise UserError(f"{shards.folder}: a weight_scale of {name} is negative or NaN, or its "
-                        f"weight_global_scale is not a number above 0: {inverse.tolist()}")
-    return packed, block_scale, 1 / inverse.float().reshape(())
+                        f"{layout.global_scale} is not a number above 0: {scale.tolist()}")
+    scale = scale.float().reshape(())
+    return packed, block_scale, 1 / scale if layout.inverse else scale
 
 
 def nvfp4_tensors(name: str, packed: torch.Tensor, block_scale: torch.Tensor,
@@ -502,7 +537,7 @@ def save_model(tensors: Iterable[tuple[str, torch.Tensor]], source: Path, out: P
     with new_folder(out) as folder:
         for pattern in ("*.json", "*.txt", "*.jinja", "LICENSE*"):
             for file in source.glob(pattern):
-                if file.is_file() and file.name != "model.safetensors.index.json":
+                if file.is_file() and file.name not in (INDEX, MODELOPT_CONFIG):
                     shutil.copy(file, folder)
         save_shards(tensors, folder)
         config |= {"torch_dtype": "bfloat16", **(notes or {})}
@@ -539,7 +574,7 @@ def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> No
         (folder / f"{i}.part").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / INDEX, index)
 
 
 # -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import nvfp4
 import weights as weights_py
 from files import UserError
 from model import ModelConfig, load, model_tensors
-from weights import NVFP4_CONFIG, ModelFolder, hub_id, nvfp4_tensors, read_config, resolve, save_model
+from weights import NVFP4_CONFIG, ModelFolder, hub_id, in_16_bits, nvfp4_tensors, read_config, resolve, save_model
 
 HERE = Path(__file__).parent
 
@@ -162,6 +162,53 @@ def test_other_4_bit_format_is_rejected(tiny, tmp_path, change):
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="config.json: quantization_config"):
         load(out, "nvfp4", "cpu")
+
+
+MODELOPT = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+                             "exclude_modules": ["lm_head"]}}             # hf_quant_config.json
+
+
+def write_modelopt(case, out, kept=(), quant=MODELOPT, **section):
+    """The checkpoint as ModelOpt stores it, with block scales of v as bytes. section: of config.json, if any."""
+    tensors = {name.replace("weight_packed", "weight").replace("global_scale", "scale_2"):
+               1 / t.reshape(()) if name.endswith("global_scale") else t for name, t in quantized(case, kept).items()}
+    for name in [name for name in tensors if name.endswith("weight_scale_2")]:
+        tensors[name.replace("weight_scale_2", "input_scale")] = torch.tensor(0.1)
+    for name in [name for name in tensors if name.endswith("v_proj.weight_scale")]:
+        tensors |= {name: tensors[name].view(torch.uint8), name.replace("weight", "v"): torch.tensor(1.0)}
+    raw = case.raw | ({"quantization_config": {"quant_method": "modelopt"} | section} if section else {})
+    write_folder(out, raw, tensors)
+    if quant:
+        (out / "hf_quant_config.json").write_text(json.dumps(quant))
+    return out
+
+
+@pytest.mark.parametrize("shape,how", [("tied", {}), ("llama", {"quant": None, "quant_algo": "NVFP4"}),
+                                       ("untied", {"kept": ["model.layers.1.mlp.down_proj"]})])
+def test_modelopt_folder(tiny, tmp_path, capsys, shape, how):
+    """Tensors equal to those of modelopt 0.47 by name and type: weight_scale_2 multiplies."""
+    case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 15)
+    folder = write_modelopt(case, tmp_path / "modelopt", **how)
+    want = write_folder(tmp_path / "other", case.raw | {"quantization_config": NVFP4_CONFIG},
+                        quantized(case, how.get("kept", ())))
+    with torch.no_grad():
+        model = load(folder, "nvfp4", "cpu")
+        assert torch.equal(model(tokens), load(want, "nvfp4", "cpu")(tokens))
+        assert capsys.readouterr().out.count("4-bit activations") == 1
+        save_model(((name, in_16_bits(t)) for name, t in model_tensors(model)), folder, tmp_path / "merged")
+        merged = load(tmp_path / "merged", "bf16", "cpu")
+        assert torch.equal(merged(tokens), model(tokens))    # global scales are powers of two, so bf16 is exact
+    assert not (tmp_path / "merged" / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize("quant,section,named", [
+    (None, {}, "quantization_config is None"), (None, {"quant_algo": "NVFP4_AWQ"}, "quantization_config.*NVFP4_AWQ"),
+    ({"quantization": {"quant_algo": "FP8"}}, {}, "quantization_config.*FP8"),
+    (MODELOPT, {"quant_algo": "FP8"}, "quant_algo is 'FP8', but 'NVFP4'"),
+    (None, {"quant_algo": "NVFP4", "transform_config": {"u": "hadamard"}}, "transform_config")])
+def test_other_modelopt_folder_is_rejected(tiny, tmp_path, quant, section, named):
+    with pytest.raises(UserError, match=f"config.json: {named}"):
+        load(write_modelopt(tiny["tied"], tmp_path, quant=quant, **section), "nvfp4", "cpu")
 
 
 @pytest.mark.parametrize("part,value", [
