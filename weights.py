@@ -62,19 +62,29 @@ from ranks import say
 # -----------------------------------------------------------------------------
 # Finding a model
 
+# Short names, as regular expressions, and what they stand for on the hub.
+SHORT_NAMES = {
+    r"qwen(2\.5(?:-coder|-math)?-[\d.]+b)": "Qwen/Qwen{}-Instruct",
+    r"qwen(3-[\d.]+b(?:-(?:instruct|thinking)-2507)?)": "Qwen/Qwen{}",
+    r"llama(3\.[1-3]-\d+b)": "meta-llama/Llama-{}-Instruct",
+    r"smollm2-([\d.]+[mb])": "HuggingFaceTB/SmolLM2-{}-Instruct",
+    r"mistral-(7b)-v0\.3": "mistralai/Mistral-{}-Instruct-v0.3"}
+
+
 def hub_id(name: str) -> str:
     """--model -> its Hugging Face id. UserError if it can't be one; nothing is looked up online.
 
-    Short names mean the instruction-tuned models: qwen2.5-7b is Qwen/Qwen2.5-7B-Instruct and
-    qwen3-8b is Qwen/Qwen3-8B. They must be lower case, because on the hub Qwen2.5-7B is a base
-    model, so that name without its owner could mean either.
+    Short names mean the instruction-tuned models: qwen2.5-7b is Qwen/Qwen2.5-7B-Instruct. They must
+    be lower case, because on the hub Qwen2.5-7B is a base model, so that name without its owner
+    could mean either.
     """
-    short = re.fullmatch(r"qwen(2\.5(-coder|-math)?|3)-[\d.]+b", name)
-    if short:
-        return f"Qwen/{name.title()}" + ("" if short[1] == "3" else "-Instruct")
+    for pattern, on_the_hub in SHORT_NAMES.items():
+        short = re.fullmatch(pattern, name)
+        if short:
+            return on_the_hub.format(short[1].title())
     if not re.fullmatch(r"[\w-]+/[\w.-]+", name):
-        raise UserError(f"--model {name}: not a folder, or a name such as qwen2.5-7b, qwen3-8b or "
-                        "Qwen/Qwen2.5-7B-Instruct")
+        raise UserError(f"--model {name}: not a folder, or a name such as qwen2.5-7b, llama3.1-8b "
+                        "or Qwen/Qwen2.5-7B-Instruct")
     return name
 
 
@@ -86,7 +96,8 @@ def resolve(name: str | Path, weights: bool = True) -> Path:
         return Path(name)
     if Path(name).exists():
         raise UserError(f"--model {name}: is a file, expected the model's folder")
-    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
+    # Not *.safetensors: Mistral's consolidated.safetensors has the same weights once more.
+    patterns = ["*.json", "*.jinja", *(["model*.safetensors"] if weights else [])]
     return hub.snapshot(f"--model {name}", hub_id(str(name)), patterns)
 
 

@@ -5,6 +5,7 @@ python -m pytest tests/test_weights.py -v
 """
 import json
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -352,13 +353,19 @@ def test_digest_distinguishes_weights_but_not_shards(tiny, tmp_path):
 @pytest.mark.parametrize("name,hub", [
     ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"), ("qwen2.5-coder-0.5b", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
     ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"), ("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
-    ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"), ("somebody/else", "somebody/else")])
+    ("qwen3-4b-instruct-2507", "Qwen/Qwen3-4B-Instruct-2507"), ("llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
+    ("llama3.2-1b", "meta-llama/Llama-3.2-1B-Instruct"), ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    ("mistral-7b-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"), ("somebody/else", "somebody/else")])
 def test_short_names_and_hub_ids_resolve(monkeypatch, name, hub):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, repo_type, allow_patterns: f"cache/{hub_id}")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, repo_type, allow_patterns:
+                        asked.extend(allow_patterns) or f"cache/{hub_id}")
     assert resolve(name) == Path("cache") / hub
+    there = "model.safetensors", "model-00001-of-00002.safetensors", "consolidated.safetensors"
+    assert [any(fnmatch(file, pattern) for pattern in asked) for file in there] == [True, True, False]
 
 
-@pytest.mark.parametrize("name", ["llama-7b", "Qwen2.5-7B", "Qwen2.5-7B-Instruct", "/no/folder", "./my-model", "../x",
+@pytest.mark.parametrize("name", ["llama-7b", "llama3.1-8B", "qwen2.5-7b-instruct-2507", "Qwen2.5-7B", "Qwen2.5-7B-Instruct", "/no/folder", "./my-model", "../x",
                                   "~/x", "a/b/c", "my-model/"])
 def test_unknown_model_name_is_rejected(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
