@@ -42,6 +42,7 @@ from learner import Batch, Learner
 from lora import attach
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
 from sampler import Sampler, Sampling
+from weights import SCALING
 
 SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "0.5b": (896, 4864, 24, 14, 2, 151936, True), "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
@@ -49,9 +50,12 @@ SIZES = {  # D, F, layers, H, KV, V, tied: config.json of Qwen2.5-*-Instruct
     "14b": (5120, 13824, 48, 40, 8, 152064, False),
     "32b": (5120, 27648, 64, 40, 8, 152064, False),
     "72b": (8192, 29568, 80, 64, 8, 152064, False),
-    # The same for Qwen3-*, plus d, biases of q, k and v, norms of q and k
+    # The same for Qwen3-* and Llama-3.1-*, plus d, biases of q, k and v, norms of q and k, and
+    # Llama's rotary base, eps and scaling
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151936, True, 128, False, True),
-    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True)}
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 128, False, True),
+    "llama3.1-8b": (4096, 14336, 32, 32, 8, 128256, False, 128, False, False, 5e5, 1e-5,
+                    dict(zip(SCALING, (8.0, 1.0, 4.0, 8192))))}
 LIVE_VOCAB = 151665                              # ids in Qwen2.5's tokenizer
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
