@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from model import Qwen
+from model import Transformer
 
 # Each is a function of sigma_start, sigma_end and t, which is 0 in the first noisy stage and
 # (K - 2) / (K - 1) in the last. The paper's default is exponential; the others are in its Figures 9
@@ -79,7 +79,7 @@ def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Ten
 
 
 @contextmanager
-def noisy_norms(model: Qwen, sigma: float, seed: int, step: int) -> Iterator[None]:
+def noisy_norms(model: Transformer, sigma: float, seed: int, step: int) -> Iterator[None]:
     """A context for rollouts, in which every layer's input_norm and post_norm have noise.
 
     Don't use anything computed inside, such as a KV cache, afterwards. These contexts don't nest.

@@ -57,11 +57,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import model as qwen
 import nvfp4
 from attention import PackedAttention, lay_out
 from files import UserError, counted
 from lora import Linear
+from model import Layer, ModelConfig, RMSNorm, load, rope_table
 from ops import mm_fp32
 from prompts import Tokenizer
 from sampler import Sampler, Sampling
@@ -242,7 +242,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
     if len(problems) < 2:
         raise UserError(f"--calibrate needs at least 2 problems, one of them to measure with, "
                         f"got {len(problems)}")
-    model = qwen.load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
+    model = load(folder, "nvfp4", device, live_vocab=tokenizer.vocab_size)
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
     sampler = Sampler(model, longest, min(256, len(prompts)))
@@ -259,19 +259,19 @@ class Chunk:
     exact (T, D) fp32: hidden states of the 16-bit model.
     """
 
-    def __init__(self, texts: list[Text], embed: Tensor, config: qwen.ModelConfig):
+    def __init__(self, texts: list[Text], embed: Tensor, config: ModelConfig):
         layout = lay_out(*zip(*texts))
         self.predictors = torch.tensor(layout.predictors, device=embed.device)
         self.attend = PackedAttention(layout.prefixes, embed.device, layout.suffixes)
-        self.rope = qwen.rope_table(self.attend.positions, config)
+        self.rope = rope_table(self.attend.positions, config)
         self.exact = embed[torch.tensor(layout.tokens, device=embed.device)].float()
 
-    def through(self, layer: qwen.Layer, hidden: Tensor) -> Tensor:
+    def through(self, layer: Layer, hidden: Tensor) -> Tensor:
         """Hidden states (T, D) after a model.Layer."""
         return layer(hidden, *self.rope, self.attend)
 
 
-def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) -> list[Chunk]:
+def chunks_of(texts: Sequence[Text], embed: Tensor, config: ModelConfig) -> list[Chunk]:
     """Texts, in order, as Chunks of at most CHUNK_TOKENS tokens; a longer text goes alone."""
     lists = []
     tokens = CHUNK_TOKENS                        # of the last list: the first text opens a new one
@@ -284,13 +284,13 @@ def chunks_of(texts: Sequence[Text], embed: Tensor, config: qwen.ModelConfig) ->
     return [Chunk(texts, embed, config) for texts in lists]
 
 
-def linears_of(layer: qwen.Layer) -> tuple[Linear, Linear, Linear, Linear]:
+def linears_of(layer: Layer) -> tuple[Linear, Linear, Linear, Linear]:
     """The four linears, in the order the layer computes them."""
     return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
 @contextmanager
-def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
+def listening(layer: Layer, hear: Callable[[Linear, Tensor], None]) -> Iterator[None]:
     """A context in which each linear of the layer calls hear(linear, x) on every input x (T, K)."""
     # qkv and gate_up multiply the norm's x * w, and the layer applies 1/rms afterwards (model.py).
     # H needs x * w / rms, so a hook on the norm keeps 1/rms.
@@ -315,7 +315,7 @@ def listening(layer: qwen.Layer, hear: Callable[[Linear, Tensor], None]) -> Iter
             hook.remove()
 
 
-def hessians(layer: qwen.Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
+def hessians(layer: Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
     """Move the exact stream through a layer -> H (K, K) fp32 for each of linears_of(layer)."""
     sums = {linear: torch.zeros(linear.weight.K, linear.weight.K, device=linear.weight.device)
             for linear in linears_of(layer)}
@@ -381,7 +381,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
     With texts, GPTQ chooses the codes, and the KL on the last eighth is printed and stored in
     about["calibration"]. Without texts, nvfp4's search chooses them.
     """
-    config = qwen.ModelConfig.from_json(files.config)
+    config = ModelConfig.from_json(files.config)
     chunks = []
     measured = []
     if texts:
@@ -392,7 +392,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         measured = chunks_of(held_out, embed, config)
     coded = [chunk.exact for chunk in measured]  # hidden states of the model with new codes
     for i in tqdm(range(config.layers), unit="layer", disable=None):
-        layer = qwen.Layer(config, i, files.read, files.frozen, files.dtype)
+        layer = Layer(config, i, files.read, files.frozen, files.dtype)
         weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
                    for linear in linears_of(layer)]   # float16 is finer than the layer's bf16
         # 1) The exact stream goes through the 16-bit layer and gives H.
@@ -410,7 +410,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         # 3) The held-out texts go through the layer with the new codes too.
         coded = [chunk.through(layer, hidden) for chunk, hidden in zip(measured, coded)]
     if texts:
-        norm = qwen.RMSNorm(files.read("model.norm.weight", config.hidden), config.eps, files.dtype)
+        norm = RMSNorm(files.read("model.norm.weight", config.hidden), config.eps, files.dtype)
         head = embed
         if not config.tied:
             head = files.read("lm_head.weight", config.vocab, config.hidden).bfloat16()
@@ -424,7 +424,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         tqdm.write(about["calibration"])
 
 
-def token_divergence(exact: Tensor, coded: Tensor, norm: qwen.RMSNorm, head: Tensor) -> Tensor:
+def token_divergence(exact: Tensor, coded: Tensor, norm: RMSNorm, head: Tensor) -> Tensor:
     """KL(exact || coded) of the next token, (n,), from hidden states (n, D) of both models: sum of
     p * (log p - log q).
     """

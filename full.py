@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import lora
-from model import Qwen, parts_of, token_logprobs
+from model import Transformer, parts_of, token_logprobs
 from nvfp4 import Weight
 from ops import Rounded, replaced_on_gpu
 from weights import save_model
@@ -50,7 +50,7 @@ class Weights:
     rank = 0                                     # no A and B for the sampler's kernels to apply
     enabled = True
 
-    def __init__(self, model: Qwen):
+    def __init__(self, model: Transformer):
         self.parts = list(parts_of(model))
         self.offsets = [0]
         for part in self.parts:                  # aligned as in lora.Adapter
@@ -83,7 +83,7 @@ class Weights:
                 yield name, piece.bfloat16() if part.is_matrix else piece
 
 
-def attach(model: Qwen) -> Weights:
+def attach(model: Transformer) -> Weights:
     """Make all weights of a model trainable, as model.adapter. Existing Samplers and Learners don't
     use them, so make new ones.
 
@@ -113,7 +113,7 @@ def attach(model: Qwen) -> Weights:
     return weights
 
 
-def save(model: Qwen, master: Tensor, folder: Path) -> None:
+def save(model: Transformer, master: Tensor, folder: Path) -> None:
     """Write a model folder, replacing an existing one. master: laid out like Weights.master, on the
     CPU. OSError if the disk is full, which leaves the old folder as it was.
     """

@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 
 import grpo
 from lora import Adapter
-from model import Qwen
+from model import Transformer
 from ranks import RANK, WORLD, all_sum, gather
 from sampler import Row
 
@@ -118,7 +118,7 @@ class Learner:
     """
     OPTIMIZER = AdamW
 
-    def __init__(self, model: Qwen, loss: grpo.Loss, temperature: float = 1.0,
+    def __init__(self, model: Transformer, loss: grpo.Loss, temperature: float = 1.0,
                  max_grad_norm: float = 0.2, weight_decay: float = 0.0):
         self.model = model
         self.adapter = model.adapter

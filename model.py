@@ -1,6 +1,6 @@
 """
-Qwen2.5 and Qwen3 (dense), 0.5B to 72B: a frozen transformer whose linears are 4-bit (or bf16)
-weights plus adapters.
+Qwen2.5, dense Qwen3, Llama 3.x and their like, up to 72B: a frozen transformer whose linears are
+4-bit (or bf16) weights plus adapters.
 
     model = load("qwen2.5-7b", base="nvfp4")     # or a local folder; base: nvfp4 or bf16
     logits = model(tokens)                       # (B, T) -> (B, T, V) fp32
@@ -8,8 +8,8 @@ weights plus adapters.
 A layer, with x the residual stream:
     x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
-In Qwen2.5, q, k and v have biases. In Qwen3 they don't; instead each head of q and k is normed
-before the rotary embedding, and d may differ from D / H.
+In Qwen2.5, q, k and v have biases. In Qwen3, each head of q and k is normed before the rotary
+embedding. Llama, SmolLM2 and Mistral have neither. d may differ from D / H.
 
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 even though they sum in different orders. That's why the residual stream, sums and results of
@@ -29,7 +29,7 @@ same because it must round where the sampler does: in the textbook form, every n
 differ from the sampler's by one rounding step. AQN's noise is added to w. 1/rms is called rstd, as
 in other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
-Not here: the KV cache (sampler.py), sliding windows and YaRN (off in these checkpoints).
+Not here: the KV cache (sampler.py); which models compute this (weights.COMPUTED, FAMILIES).
 
 Shapes: B rows, T tokens, V vocabulary, D hidden size, H query heads, KV key-value heads, d head
 size, F intermediate size.
@@ -124,8 +124,8 @@ def head_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding: rotate each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
 
-    cos and sin (T, 1, d/2): of each token's d/2 angles, the same for all heads. Qwen pairs i with
-    i + d/2; some other models pair neighbors.
+    cos and sin (T, 1, d/2): of each token's d/2 angles, the same for all heads. Files in Hugging
+    Face's layout pair i with i + d/2; others pair neighbors.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -278,7 +278,7 @@ class Layer(torch.nn.Module):
         return x + mlp(self.gate_up, self.down, xw, rstd)
 
 
-class Qwen(torch.nn.Module):
+class Transformer(torch.nn.Module):
     """The model. get and frozen read its tensors (see Layer); load() reads a folder.
 
     live_vocab: how many ids the tokenizer has. Rows of the head beyond it are padding, which
@@ -381,7 +381,7 @@ class Qwen(torch.nn.Module):
 # All of its tensors, by name
 
 class Part(NamedTuple):
-    """One tensor of a Qwen, which may fuse several of Hugging Face's."""
+    """One tensor of the model, which may fuse several of Hugging Face's."""
     owner: torch.nn.Module                       # the tensor is getattr(owner, attribute)
     attribute: str
     names: list[str]                             # Hugging Face's
@@ -398,8 +398,8 @@ class Part(NamedTuple):
             yield name, piece if self.is_matrix else piece.flatten()
 
 
-def parts_of(model: Qwen) -> Iterator[Part]:
-    """All weights of a Qwen: first the matrices, then norms and biases."""
+def parts_of(model: Transformer) -> Iterator[Part]:
+    """All weights of a model: first the matrices, then norms and biases."""
     c = model.config
     yield Part(model, "embed", ["model.embed_tokens.weight"], (c.vocab,), (c.vocab, c.hidden))
     if not c.tied:
@@ -423,8 +423,8 @@ def parts_of(model: Qwen) -> Iterator[Part]:
             yield Part(layer, "qk_gains", names, (1, 1), (2, c.head_dim))
 
 
-def model_tensors(model: Qwen) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, tensor) of a Qwen, with its adapter merged in fp32."""
+def model_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, tensor) of a model, with its adapter merged in fp32."""
     for part in parts_of(model):
         held = getattr(part.owner, part.attribute)
         yield from part.split(held if isinstance(held, Tensor) else held.merged())
@@ -435,14 +435,14 @@ def model_tensors(model: Qwen) -> Iterator[tuple[str, Tensor]]:
 
 def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
          device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-         live_vocab: int | None = None) -> Qwen:
-    """Load a checkpoint in 16 bits or compressed-tensors NVFP4, with its linears in format `base`.
+         live_vocab: int | None = None) -> Transformer:
+    """Load a checkpoint in 16 bits or NVFP4, with its linears in format `base`.
 
     Matrices are quantized one by one as they are read, so peak memory is the result plus one fused
     matrix. folder: may also be a name on the hub, to be downloaded. device: such as "cpu" or
     "cuda:1"; None: the current GPU, or the CPU if torch sees no GPU. dtype: of matmul inputs; None:
-    bf16 on a GPU, fp32 on a CPU. live_vocab: see Qwen; None: all V ids are tokens. UserError names
-    the bad file or tensor.
+    bf16 on a GPU, fp32 on a CPU. live_vocab: see Transformer; None: all V ids are tokens. UserError
+    names the bad file or tensor.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -454,7 +454,7 @@ def load(folder: str | Path | ModelFolder, base: str = "nvfp4",
     if (live_vocab or 0) > config.vocab:
         raise UserError(f"{files.folder}: tokenizer.json has ids up to {live_vocab - 1}, but the "
                         f"embedding has {config.vocab} rows (vocab_size in config.json)")
-    model = Qwen(config, files.read, files.frozen, dtype, folder.name)
+    model = Transformer(config, files.read, files.frozen, dtype, folder.name)
     model.folder, model.digest = folder, files.digest()
     files.refuse_unread()
     model.live_vocab = live_vocab or config.vocab

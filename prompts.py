@@ -151,8 +151,9 @@ class Tokenizer:
 
     thinking: "on" or "off", as --thinking; UserError if the chat template rules it out.
 
-    digest: of both files' texts. end_ids: the tokens that end a completion. vocab_size: the number of ids that are tokens; a
-    model's embedding may have more rows.
+    digest: of both files' texts. end_ids: the tokens that end a completion. format: the ChatFormat
+    of its prompts. vocab_size: the number of ids that are tokens; a model's embedding may have more
+    rows.
     opened: "<think>\\n" if the prompt itself ends with it, else "". The completion then lacks this
     text, so code that looks for an answer prepends `opened`.
     """

@@ -72,7 +72,7 @@ from torch import Tensor
 
 from attention import PackedAttention
 from files import Stopped, UserError
-from model import Qwen
+from model import Transformer
 from ops import mm_fp32, on_gpu
 
 KV_BLOCK = 32                                    # tokens
@@ -170,7 +170,7 @@ class Sampler:
     small for one sequence.
     """
 
-    def __init__(self, model: Qwen, max_length: int, max_rows: int = 256,
+    def __init__(self, model: Transformer, max_length: int, max_rows: int = 256,
                  kv_gib: float | None = None, engine: Callable | None = None):
         kv = allocate_kv(model, max_length, max_rows, kv_gib)
         self.engine = (engine or engine_for(model.device))(model, kv, max_rows)
@@ -480,7 +480,7 @@ class Sequence:
                    place=self.place)
 
 
-def allocate_kv(model: Qwen, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
+def allocate_kv(model: Transformer, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
     """The KV cache of a Sampler, (L, 2, kv_blocks, KV, KV_BLOCK, d) of zeros in the model's dtype.
     """
     c = model.config
@@ -535,7 +535,7 @@ class TorchEngine:
     """
     window = 1                                   # decode steps before the CPU reads the tokens
 
-    def __init__(self, model: Qwen, kv: Tensor, max_rows: int):
+    def __init__(self, model: Transformer, kv: Tensor, max_rows: int):
         self.model = model
         self.kv = kv
 
@@ -603,7 +603,7 @@ def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Te
     values[blocks, :, offsets] = v
 
 
-def fill_cache(model: Qwen, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
+def fill_cache(model: Transformer, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
                attend: Callable) -> None:
     """One packed forward pass, in which every layer writes its keys and values to the KV cache.
 

@@ -60,7 +60,7 @@ from marlin_fp4 import (
     portable_matmul,
     shared_memory_kib,
 )
-from model import Qwen, rope_frequencies
+from model import Transformer, rope_frequencies
 from ops import mm_fp32
 from sampler import (
     KV_BLOCK,
@@ -205,7 +205,9 @@ class GraphEngine(TorchEngine):
     """
     window = WINDOW
 
-    def __init__(self, model: Qwen, kv: torch.Tensor, max_rows: int, kernels: str | None = None):
+    def __init__(
+        self, model: Transformer, kv: torch.Tensor, max_rows: int, kernels: str | None = None
+    ):
         c = model.config
         if c.head_dim not in (64, 128):
             raise UserError(f"heads of size {c.head_dim}: the GPU kernels support only 64 and 128")

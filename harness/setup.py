@@ -25,7 +25,6 @@ import env
 import full
 import grpo
 import lora
-import model as qwen
 import nvfp4
 import rewards
 from files import UserError, write_json
@@ -34,6 +33,7 @@ from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, withou
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in, claim
 from learner import Learner
+from model import ModelConfig, Transformer, load
 from ops import ON_GPU, PLAIN
 from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
@@ -66,7 +66,7 @@ class Run:
     problems: list                               # of tasks.problems.Problem, to train on
     held_out: list                               # the same, to evaluate on
     grade: Callable                              # rewards.grade_rows(problems, rows)
-    model: qwen.Qwen
+    model: Transformer
     learner: Learner
     sampler: Sampler
     folder: RunFolder
@@ -97,7 +97,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     flags["problems_sha256"] = digest_of(problems + held_out)
     check_same_on_all_ranks(flags)
     if device.type == "cuda":
-        memory.check_size(settings, qwen.ModelConfig.from_json(folder.config),
+        memory.check_size(settings, ModelConfig.from_json(folder.config),
                           memory.free_memory(settings.memory_gib))
     if earlier and earlier.get("problems_sha256") != flags["problems_sha256"]:
         raise UserError(f"--resume: --data {settings.data}: problems or prompts differ from those "
@@ -157,7 +157,7 @@ def check_same_on_all_ranks(flags: dict) -> None:
 
 
 def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, problems: list,
-               device: torch.device, earlier: dict | None) -> tuple[qwen.Qwen, dict]:
+               device: torch.device, earlier: dict | None) -> tuple[Transformer, dict]:
     """-> the model in the format of --base and --calibrate, with a new adapter, the one from
     --adapter, or all weights trainable; its training_conditions().
     """
@@ -185,14 +185,14 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
 
 
 def open_model(folder: ModelFolder, tokenizer: Tokenizer, device: torch.device, wanted: Settings,
-               adapter: str | Path | None, refuse: bool = False) -> tuple[qwen.Qwen, dict]:
+               adapter: str | Path | None, refuse: bool = False) -> tuple[Transformer, dict]:
     """-> a model, with an adapter if one is given; its training_conditions(). Whoever puts an
     adapter on weights does it here: prints what differs from the adapter's training, or, with
     `refuse`, raises a UserError.
 
     wanted: settings or flags with --base, --prompt-style and --thinking.
     """
-    model = qwen.load(folder, wanted.base, device, None, tokenizer.vocab_size)
+    model = load(folder, wanted.base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
     conditions = training_conditions(model, tokenizer, wanted.base, wanted.prompt_style,
                                      wanted.thinking)

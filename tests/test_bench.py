@@ -53,7 +53,7 @@ def test_sizes_match_published_parameter_counts():
     """Billions of parameters from the model cards; for Qwen3-0.6B, from its safetensors files."""
     for size, billions in (("7b", 7.61), ("0.5b", 0.49), ("72b", 72.7), ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.2),
                            ("llama3.1-8b", 8.03)):
-        bf16_bytes, _ = bench.memory.model_bytes(bench.qwen.ModelConfig(*bench.SIZES[size]), "bf16", rank=0)
+        bf16_bytes, _ = bench.memory.model_bytes(bench.ModelConfig(*bench.SIZES[size]), "bf16", rank=0)
         assert bf16_bytes / 2e9 == pytest.approx(billions, rel=0.01)
 
 

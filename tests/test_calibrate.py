@@ -14,10 +14,10 @@ from helpers import TINY, same_bytes
 from tiny_qwen2 import held_by, plain_logits
 
 import calibrate
-import model as qwen
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
 from files import UserError
+from model import Layer, ModelConfig, load
 from prompts import Tokenizer, encode_prompts
 from tasks.problems import Problem
 from weights import ModelFolder, Shards, WeightReader, load_nvfp4
@@ -173,9 +173,9 @@ def texts_of(case, *sizes, seed=0):
 def some_layer(tiny):
     """-> a layer of the 16-bit model, the model's embedding and config."""
     files = WeightReader(ModelFolder(tiny["untied"].folder), "bf16", CPU, torch.float32)
-    config = qwen.ModelConfig.from_json(files.config)
+    config = ModelConfig.from_json(files.config)
     embed = files.read("model.embed_tokens.weight", config.vocab, config.hidden).float()
-    layer = qwen.Layer(config, 1, files.read, files.frozen, files.dtype)
+    layer = Layer(config, 1, files.read, files.frozen, files.dtype)
     return layer.requires_grad_(False), embed, config
 
 
@@ -233,7 +233,7 @@ def test_printed_kl_matches_the_logits_of_both_models(tiny, tmp_path, monkeypatc
     monkeypatch.setattr(calibrate, "CHUNK_TOKENS", 30)           # several chunks of several texts each
     texts = texts_of(case, *((3 + i % 4, 5 + i) for i in range(18)))
     calibrate.to_nvfp4(calibrate.source_of(ModelFolder(case.folder), CPU), tmp_path / "out", texts, live)
-    models = qwen.load(case.folder, "bf16", "cpu"), qwen.load(tmp_path / "out", "nvfp4", "cpu")
+    models = load(case.folder, "bf16", "cpu"), load(tmp_path / "out", "nvfp4", "cpu")
     sums, off, ratio = [], 0.0, 0.0
     for tokens, start in texts[-3:]:                       # an eighth, rounded up
         exact, coded = (plain_logits(case.raw, held_by(model), tokens)[start - 1:-1, :live] for model in models)
@@ -280,7 +280,7 @@ def test_folder_has_the_codes_that_were_found(tiny, tmp_path, monkeypatch, capsy
     names = [f"model.layers.0.self_attn.{x}_proj" for x in "qkv"]
     scale = nvfp4.global_scale_for(*(case.tensors[f"{name}.weight"] for name in names))
     assert all(found[name][2] == scale for name in names)              # shared, as inference engines require
-    loaded = held_by(qwen.load(out, "nvfp4", "cpu"))
+    loaded = held_by(load(out, "nvfp4", "cpu"))
     assert all(torch.equal(loaded[f"{name}.weight"], decoded(t).float()) for name, t in found.items())
 
 

@@ -15,8 +15,8 @@ from tiny_qwen2 import write_folder
 
 import calibrate
 import lora
-import model as qwen
 import weights
+from model import load
 from prompts import STYLES
 from tasks.problems import epoch_order
 from tools import convert
@@ -125,7 +125,7 @@ def test_wrong_input_is_named(trained, tmp_path, monkeypatch, capsys, arguments,
 @pytest.fixture
 def trained(tmp_path, tiny_nvfp4):
     """A run's folder as train.py leaves it, with a nonzero adapter. -> its model"""
-    model = with_acting_adapter(qwen.load(tiny_nvfp4, "nvfp4", "cpu"), std=0.02)
+    model = with_acting_adapter(load(tiny_nvfp4, "nvfp4", "cpu"), std=0.02)
     lora.save_adapter(model, tmp_path / "run" / "adapter")
     held = {"model": str(TINY), "base": "nvfp4", "kernels": "portable"}        # which no CPU has
     (tmp_path / "run" / "run.json").write_text(json.dumps(held))
@@ -165,6 +165,6 @@ def test_merged_folder_equals_trained_model(trained, tmp_path, monkeypatch, caps
         want = trained(tokens).log_softmax(-1)
         with trained.adapter.off():
             base = trained(tokens).log_softmax(-1)
-        got, wrong = (qwen.load(path, "bf16", "cpu")(tokens).log_softmax(-1) for path in (tmp_path / "out", TINY))
+        got, wrong = (load(path, "bf16", "cpu")(tokens).log_softmax(-1) for path in (tmp_path / "out", TINY))
     off = (got - want).abs().mean()                        # bf16 keeps 8 significant bits
     assert off < 0.05 and off < 0.1 * (base - want).abs().mean() and off < 0.1 * (wrong - want).abs().mean(), off

@@ -438,7 +438,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
     def frozen(names, parts, k):
         return nvfp4.freeze([get(n, p, k) for n, p in zip(names, parts)], base, dtype)
 
-    model = model_module.Qwen(config, get, frozen, dtype, "small")
+    model = model_module.Transformer(config, get, frozen, dtype, "small")
     model.live_vocab = 2311
     if rank:
         adapter = lora.attach(model, rank=rank, alpha=rank)

@@ -14,9 +14,9 @@ from helpers import TEMPLATES, TINY, prompt_of, thinking_tiny, with_acting_adapt
 
 import evaluate
 import lora
-import model as qwen
 import prompts
 import tasks.problems
+from model import load
 from prompts import Tokenizer, digest_of, split_problems
 from tasks.figures import mean
 
@@ -116,7 +116,7 @@ def test_unclosed_thinking_is_wrong(name, rules, tmp_path, run):
 
 @pytest.fixture
 def adapted(tiny_nvfp4):
-    return with_acting_adapter(qwen.load(tiny_nvfp4, "nvfp4", "cpu"))
+    return with_acting_adapter(load(tiny_nvfp4, "nvfp4", "cpu"))
 
 
 # -----------------------------------------------------------------------------

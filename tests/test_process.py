@@ -15,9 +15,9 @@ import torch
 from helpers import ROOT
 
 import env
-import model
 import weights
 from files import Stopped, UserError
+from harness import setup
 
 TINY = str(ROOT / "tiny")
 
@@ -38,7 +38,7 @@ def run_here(folder, monkeypatch, program, *flags):
 
 
 def test_ctrl_c_during_model_load_is_one_line_and_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(model, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(setup, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     with pytest.raises(SystemExit, match="^evaluate.py: stopped by SIGINT$"):
         run_here(tmp_path, monkeypatch, "evaluate.py", "--model", TINY, "--data", "sums.jsonl", "--device", "cpu",

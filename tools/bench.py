@@ -33,13 +33,13 @@ import env  # isort: skip; its settings come before torch
 import torch
 
 import grpo
-import model as qwen
 import nvfp4
 from harness import memory
 from harness.config import Rollout, add_flag, number
 from harness.setup import choose_device, divide_memory
 from learner import Batch, Learner
 from lora import attach
+from model import ModelConfig, Transformer
 from ranks import LOCAL_RANK, WORLD, gather, join_ranks, say, share
 from sampler import Sampler, Sampling
 from weights import SCALING
@@ -60,11 +60,11 @@ LIVE_VOCAB = 151665                              # ids in Qwen2.5's tokenizer
 DEVICE = torch.device("cuda", LOCAL_RANK)
 
 
-def random_model(size: str, base: str, lora_rank: int) -> qwen.Qwen:
+def random_model(size: str, base: str, lora_rank: int) -> Transformer:
     """A model of a published size, made on the device. The adapter's B is random, not zero."""
     dtype = torch.bfloat16
     torch.manual_seed(0)
-    shape = qwen.ModelConfig(*SIZES[size])
+    shape = ModelConfig(*SIZES[size])
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def get(name, *shape):
@@ -76,7 +76,7 @@ def random_model(size: str, base: str, lora_rank: int) -> qwen.Qwen:
     def frozen(names, parts, k):
         return nvfp4.freeze([get(name, n, k) for name, n in zip(names, parts)], base, dtype)
 
-    model = qwen.Qwen(shape, get, frozen, dtype, f"random-{size}")
+    model = Transformer(shape, get, frozen, dtype, f"random-{size}")
     model.live_vocab = min(shape.vocab, LIVE_VOCAB)
     if lora_rank:
         adapter = attach(model, rank=lora_rank, alpha=lora_rank)

@@ -23,11 +23,11 @@ sys.path.append(str(Path(__file__).parents[1]))            # for python tools/co
 import env  # isort: skip; its settings come before torch
 
 import calibrate
-import model as qwen
 from files import UserError, must_be_new
 from harness import config
 from harness.config import add_flag, number
 from harness.setup import choose_device, open_model
+from model import model_tensors
 from prompts import Tokenizer, encode_prompts
 from tasks.problems import load_problems
 from weights import ModelFolder, in_16_bits, save_model
@@ -62,7 +62,7 @@ def write_merged(args: argparse.Namespace) -> None:
     folder = ModelFolder(settings.model)
     tokenizer = Tokenizer(folder.path, settings.thinking)
     model, _ = open_model(folder, tokenizer, device, settings, adapter, refuse=True)
-    tensors = ((name, in_16_bits(t.detach()).cpu()) for name, t in qwen.model_tensors(model))
+    tensors = ((name, in_16_bits(t.detach()).cpu()) for name, t in model_tensors(model))
     save_model(tensors, folder.path, args.out, {"merged_adapter": str(adapter)})
     print(f"{args.out}: {settings.model} ({settings.base}) with {adapter}, in bf16")
 
