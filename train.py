@@ -1,5 +1,5 @@
 """
-QeRL's training loop: GRPO/DAPO on Qwen2.5 and Qwen3 with frozen 4-bit weights, LoRA and AQN.
+QeRL's training loop: GRPO/DAPO with frozen 4-bit weights, LoRA and AQN.
 
     python train.py                            the bundled tiny model: CPU, offline, 2 minutes
     python train.py --model qwen2.5-7b         a real model on GSM8K, one GPU

@@ -276,7 +276,7 @@ def add_flags(parser: argparse.ArgumentParser, local: bool) -> None:
 def new_parser() -> argparse.ArgumentParser:
     """The parser of train.py: --config, --resume and a flag for every setting."""
     tiny = ", ".join(f"{option(name)} {value}" for name, value in TINY_DEFAULTS.items())
-    parser = env.parser("[flags]", "Train Qwen2.5 or Qwen3 with GRPO/DAPO: frozen 4-bit weights, "
+    parser = env.parser("[flags]", "Train a model with GRPO/DAPO: frozen 4-bit weights, "
                         "LoRA, AQN.\nBelow, paper means arXiv 2510.11696 and release its authors' "
                         "code.")
     parser.epilog = f"Defaults of the bundled model: {tiny}."
