@@ -243,11 +243,12 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, rstd, gate_up, down, keep):
+        call_hooks(gate_up, x)
         x_wide = widened(gate_up, x)
+        y = product(gate_up, x_wide)
         h_wide = empty_wide(down, len(x), down.weight.K)
         h = h_wide[:, :down.weight.K]
-        call_hooks(gate_up, x)
-        y = swiglu(product(gate_up, x_wide), rstd, h, keep=keep)
+        y = swiglu(y, rstd, h, keep=keep)
         call_hooks(down, h)
         ctx.linears = gate_up, down
         ctx.save_for_backward(x_wide, y, rstd, h_wide)
