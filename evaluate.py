@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 import rewards
+from adapters import read_peft_config
 from files import UserError, counted, json_line, read_run_json, write_atomically
 from harness import config, memory
 from harness.config import add_flag, number
@@ -30,7 +31,7 @@ from sampler import Sampler, Sampling
 from tasks import plugin
 from tasks.figures import evaluation_figures, sampler_entropy
 from tasks.problems import has_test_split, load_problems
-from weights import ModelFolder, read_peft_config
+from weights import ModelFolder
 
 # -----------------------------------------------------------------------------
 # Flags
@@ -193,7 +194,7 @@ def figures_of(args: argparse.Namespace, rows: list[dict]) -> dict:
     if args.temperature > 0:
         figures["sampler_entropy"] = sampler_entropy(rows)
     if args.reward:
-        figures["mean_reward"] = torch.tensor([row["task"] for row in rows]).nanmean().item()
+        figures["mean_reward"] = torch.tensor([row["reward"] for row in rows]).nanmean().item()
     return figures | {"n": len(rows) // args.samples,
                       "tokens": sum(row["length"] for row in rows)}
 

@@ -5,7 +5,7 @@ matrices (LoRA, arXiv 2106.09685):
     y = x @ W.T + (x @ A.T) @ (s * B).T          A (R, K), B (N, R), s = alpha / rank
 
     adapter = attach(model, rank=32, alpha=32)   # every Linear of the model gets its A and B
-    save_adapter(model, folder)                  # as PEFT writes it; load_adapter reads it
+    adapters.save_adapter(model, folder)         # as PEFT writes it; load_adapter reads it
 
 Only the adapter, A and B of every linear, is trained.
 
@@ -27,15 +27,12 @@ Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from files import UserError
 from nvfp4 import Weight
 from ops import Rounded, mm_fp32, replaced_on_gpu
-from weights import read_peft, write_peft
 
 # -----------------------------------------------------------------------------
 # A linear
@@ -197,41 +194,3 @@ def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int 
     model.adapter = adapter
     adapter.sync()
     return adapter
-
-
-def save_adapter(model: torch.nn.Module, folder: str | Path, master: Tensor | None = None) -> None:
-    """Write the adapter in fp32, in PEFT's format. master: a vector with the same layout to write
-    instead of the adapter's own (an older one, or one on the CPU).
-    """
-    adapter = model.adapter
-    flat = adapter.master.data if master is None else master
-    tensors = {name: view.cpu().contiguous() for name, view in adapter.peft_tensors(flat)}
-    write_peft(folder, tensors, model.name, adapter.rank, adapter.alpha)
-
-
-def load_adapter(model: torch.nn.Module, folder: str | Path) -> Adapter:
-    """Attach the adapter in a PEFT folder. UserError, before anything is allocated, if its tensors
-    don't fit this model.
-    """
-    (rank, alpha), tensors = read_peft(folder)
-    held = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    wanted = peft_shapes(model, rank)
-    if held != wanted:
-        raise UserError(f"{folder}: not an adapter for this model: has "
-                        f"{sorted(held - wanted)[:1]}, expected {sorted(wanted - held)[:1]}")
-    adapter = attach(model, rank, alpha)
-    for name, view in adapter.peft_tensors(adapter.master.data):
-        view.copy_(tensors[name])
-    adapter.sync()
-    return adapter
-
-
-def peft_shapes(model: torch.nn.Module, rank: int) -> set[tuple[str, tuple[int, ...]]]:
-    """(PEFT's name, shape) of each tensor in an adapter of this rank for a model."""
-    shapes = set()
-    for linear in model.modules():
-        if isinstance(linear, Linear):
-            for name, rows in zip(linear.names, linear.parts):
-                shapes.add((f"base_model.model.{name}.lora_A.weight", (rank, linear.weight.K)))
-                shapes.add((f"base_model.model.{name}.lora_B.weight", (rows, rank)))
-    return shapes

@@ -94,13 +94,13 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
                rows: "list[sampler.Row]", style: str = "boxed",  # noqa: F821
                plug_in: Callable | None = None) -> list[dict]:
     """One dict per row: the problem, the prompt as the model saw it, the completion, the answer
-    found in it, the verdict, and the reward `task`.
+    found in it, the verdict, and the reward.
 
     rows: groups of equal size, one per problem.
-    plug_in: a tasks.plugin.Reward. Without one, `task` is 1 for a correct answer, else 0. With one,
-    it is the sum of the parts that the plug-in returns, except `shaping`, which train.score adds
-    separately. A NaN in any part makes `task` NaN. A part called `correct` replaces the verdict: 1
-    is right, anything else is wrong.
+    plug_in: a tasks.plugin.Reward. Without one, `reward` is 1 for a correct answer, else 0. With
+    one, it is the sum of the parts that the plug-in returns, except `shaping`, which
+    grpo.group_advantages takes separately. A NaN in any part makes `reward` NaN. A part called
+    `correct` replaces the verdict: 1 is right, anything else is wrong.
     """
     group_size = len(rows) // max(len(problems), 1)  # a rank may have no problems
     completions = [tokenizer.decode(row.completion) for row in rows]
@@ -117,18 +117,18 @@ def grade_rows(tokenizer: "prompts.Tokenizer", problems: list,  # noqa: F821
             "correct": float(verdict.correct), "format": float(verdict.format),
             "length": int(row.mask.sum()), "finished": row.finished,
             "mean_logprob": row.logprobs[row.mask].mean().item(),
-            "task": float(verdict.correct),
+            "reward": float(verdict.correct), "shaping": 0.0,
         }
         if plug_in:
             first = i - i % group_size
             parts = plug_in(text, problem, group=texts[first:first + group_size],
                             length=found["length"], finished=found["finished"])
-            found["parts"] = parts
-            found["task"] = sum(value for name, value in parts.items() if name != "shaping")
+            found |= {"parts": parts, "shaping": parts.get("shaping", 0.0)}
+            found["reward"] = sum(value for name, value in parts.items() if name != "shaping")
             if "correct" in parts:
                 found["correct"] = float(parts["correct"] == 1)
-            if math.isnan(parts.get("shaping", 0.0)):
-                found["task"] = math.nan         # as with NaN in any other part
+            if math.isnan(found["shaping"]):
+                found["reward"] = math.nan       # as with NaN in any other part
         graded.append(found)
     return graded
 

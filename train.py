@@ -87,7 +87,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         # 2) Score. Then every rank gets all rows, in the same order.
         scored = score(run.grade, problems, local)
         rollouts = functools.reduce(operator.add, gather([scored]))
-        advantages = grpo.group_advantages(column(rollouts.rows, "task"), G,
+        advantages = grpo.group_advantages(column(rollouts.rows, "reward"), G,
                                            settings.advantage_scale,
                                            column(rollouts.rows, "shaping"))
 
@@ -121,17 +121,14 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 # Score
 
 def score(grade: Callable, problems: list, rollouts: Rollouts) -> Rollouts:
-    """Fills in each row's `graded`, which goes into samples.jsonl, and returns the rollouts.
+    """Fills in each row's `graded`, its line in samples.jsonl, and returns the rollouts.
 
-    grade() returns a dict for each row. `task` is the reward: 1 or 0, or with --reward the sum of
-    the user's `parts` except `shaping`. `format` tells whether the answer has the form the prompt
-    asked for, `finished` whether it ended before --max-new-tokens. To these, score() adds `shaping`
-    (that part, or 0) and `reward` (task + shaping), which is only logged, since
-    grpo.group_advantages takes the two separately.
+    grade() returns a dict for each row (rewards.grade_rows). `reward` is 1 or 0, or with --reward
+    the sum of the user's `parts` except `shaping`; `format` tells whether the answer has the form
+    the prompt asked for, `finished` whether it ended before --max-new-tokens.
     """
-    for row, found in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
-        shaping = found.get("parts", {}).get("shaping", 0.0)
-        row.graded = found | {"shaping": shaping, "reward": found["task"] + shaping}
+    for row, graded in zip(rollouts.rows, grade(problems, rollouts.rows), strict=True):
+        row.graded = graded
     return rollouts
 
 
@@ -155,7 +152,7 @@ def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> lis
     With --overlong mask, answers cut off at --max-new-tokens get weight 0.
     """
     rows = rollouts.rows
-    mask = grpo.loss_mask(rollouts.sampled(), column(rows, "task"), column(rows, "finished"),
+    mask = grpo.loss_mask(rollouts.sampled(), column(rows, "reward"), column(rows, "finished"),
                           settings.overlong == "mask")
     one_pass = [grpo.token_weights(minibatch, loss, settings.max_new_tokens) for minibatch in
                 grpo.minibatches(mask, settings.group_size, settings.updates_per_rollout)]
@@ -205,7 +202,7 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, weights: list[torch.Tensor
     metrics |= {"accuracy": mean("correct"), "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
     metrics["sampler_entropy"] = sampler_entropy(graded)
-    informative = grpo.informative_groups(column(rows, "task"), group_size)
+    informative = grpo.informative_groups(column(rows, "reward"), group_size)
     in_some_update = (sum(weights) > 0).any(dim=1)               # (B,)
     learned = teaches & in_some_update
     metrics["informative"] = informative.float().mean().item()
@@ -234,7 +231,7 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     graded = gather(run.grade(problems, rollouts.rows))
     metrics = {"eval_accuracy": sum(one["correct"] for one in graded) / len(graded)}
     if run.settings.reward:
-        metrics["eval_reward"] = torch.tensor([one["task"] for one in graded],
+        metrics["eval_reward"] = torch.tensor([one["reward"] for one in graded],
                                               dtype=torch.float64).nanmean().item()
     text = ", ".join(f"{key.removeprefix('eval_')} {value:.3f}" for key, value in metrics.items())
     when = f"after {counted(steps_done, 'step')}" if steps_done else "before training"

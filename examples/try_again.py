@@ -70,7 +70,7 @@ class Conversation:
         `first`: whether the first one was right.
         """
         lasts = self.grade_one(problems, [last_answer(row) for row in rows])
-        verdict = {"extracted", "rule", "correct", "format", "task", "parts"}    # parts: --reward
+        verdict = {"extracted", "rule", "correct", "format", "reward", "shaping", "parts"}
         return [whole | {name: last[name] for name in verdict & last.keys()}
                 | {"first": whole["correct"]}
                 for whole, last in zip(self.grade_one(problems, rows), lasts)]

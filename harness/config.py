@@ -33,10 +33,10 @@ from pathlib import Path
 import aqn
 import env
 import grpo
+from adapters import read_peft_config
 from files import UserError, read_json, read_run_json, tell_unfinished
 from prompts import STYLES
 from tasks.problems import SUFFIXES
-from weights import read_peft_config
 
 TINY_MODEL = Path(__file__).parent.parent / "tiny"
 

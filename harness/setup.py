@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import adapters
 import calibrate
 import env
 import full
@@ -39,14 +40,7 @@ from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
 from sampler import KV_BLOCK, Sampler, TorchEngine
 from tasks import plugin
-from weights import (
-    TRAINED_WITH,
-    ModelFolder,
-    compare_conditions,
-    conditions_in,
-    conditions_of_run,
-    training_conditions,
-)
+from weights import ModelFolder
 
 
 @dataclass(frozen=True)
@@ -119,8 +113,8 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
                               plug_in=plug_in)
 
     def write_adapter(tensors, folder):
-        lora.save_adapter(model, folder, tensors["master"])
-        write_json(folder / TRAINED_WITH, conditions)
+        adapters.save_adapter(model, folder, tensors["master"])
+        write_json(folder / adapters.TRAINED_WITH, conditions)
 
     def write_model(tensors, folder):
         full.save(model, tensors["master"].cpu(), folder)
@@ -175,8 +169,9 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
     adapter = starting_adapter(settings)
     model, conditions = open_model(folder, tokenizer, device, settings, adapter)
     if earlier:
-        compare_conditions(f"--resume: {settings.out}", conditions_of_run(earlier), conditions,
-                           model, refuse=True)
+        adapters.compare_conditions(f"--resume: {settings.out}",
+                                    adapters.conditions_of_run(earlier), conditions, model,
+                                    refuse=True)
     if settings.train == "full":
         full.attach(model)
     elif not adapter:
@@ -194,11 +189,12 @@ def open_model(folder: ModelFolder, tokenizer: Tokenizer, device: torch.device, 
     """
     model = load(folder, wanted.base, device, None, tokenizer.vocab_size)
     configure_cpu(model)
-    conditions = training_conditions(model, tokenizer, wanted.base, wanted.prompt_style,
-                                     wanted.thinking)
+    conditions = adapters.training_conditions(model, tokenizer, wanted.base, wanted.prompt_style,
+                                              wanted.thinking)
     if adapter:
-        compare_conditions(adapter, conditions_in(adapter), conditions, model, refuse)
-        lora.load_adapter(model, adapter)
+        adapters.compare_conditions(adapter, adapters.conditions_in(adapter), conditions, model,
+                                    refuse)
+        adapters.load_adapter(model, adapter)
     return model, conditions
 
 

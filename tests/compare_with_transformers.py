@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 from tiny_qwen2 import TARGETS, merged, plain_logits
 
-from lora import load_adapter
+from adapters import load_adapter
 from model import load
 from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tiny_qwen2 import SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
 
-from lora import attach, save_adapter
+from adapters import save_adapter
+from lora import attach
 from model import load
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ import jinja2
 import pytest
 from helpers import TINY, prompt_of, run_main, with_acting_adapter
 
-import lora
+import adapters
 from model import load
 from prompts import STYLES, Tokenizer
 from sampler import Sampler, Sampling
@@ -41,7 +41,7 @@ def new_chat(tokenizer, model, length=512, style="boxed", new=48):
 def run_folder(tmp_path_factory):
     """A run's folder as train.py leaves it, with an adapter that changes the answers."""
     folder = tmp_path_factory.mktemp("runs") / "x"
-    lora.save_adapter(with_acting_adapter(load(TINY, "bf16", "cpu")), folder / "adapter")
+    adapters.save_adapter(with_acting_adapter(load(TINY, "bf16", "cpu")), folder / "adapter")
     flags = dict(model=str(TINY), base="bf16", prompt_style="tags", max_new_tokens=20, steps=3)
     (folder / "run.json").write_text(json.dumps(flags))
     return folder
@@ -85,7 +85,7 @@ def test_full_conversation_is_reported_and_empty_line_restarts(tokenizer, model,
 def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatch, capsys):
     assert main(monkeypatch, run_folder, "--question", QUESTIONS[0]) is None
     model = load(TINY, "bf16", "cpu", live_vocab=tokenizer.vocab_size)
-    lora.load_adapter(model, run_folder / "adapter")
+    adapters.load_adapter(model, run_folder / "adapter")
     prompt = prompt_of(tokenizer, QUESTIONS[0], STYLES["tags"][1])
     sampler = Sampler(model, 512, 1)
     completion, = sampler.generate([prompt], 1, Sampling(20, tokenizer.end_ids, 0.0)).completions

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapters import write_peft
 from files import UserError
 from harness import config
 from harness.config import FIELDS, TINY_DEFAULTS, TINY_MODEL, Settings, option, read_settings, settings_of_run, type_of
-from weights import TARGETS, write_peft
+from weights import TARGETS
 
 RECIPES = sorted(Path(__file__).parent.parent.glob("recipes/*.json"))
 NOTES = dict(about={}, memory_plan={}, problems_sha256="0", weights_sha256="0")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from test_weights import quantized
 from tiny_qwen2 import write_folder
 
+import adapters
 import calibrate
-import lora
 import weights
 from model import load
 from prompts import STYLES
@@ -126,7 +126,7 @@ def test_wrong_input_is_named(trained, tmp_path, monkeypatch, capsys, arguments,
 def trained(tmp_path, tiny_nvfp4):
     """A run's folder as train.py leaves it, with a nonzero adapter. -> its model"""
     model = with_acting_adapter(load(tiny_nvfp4, "nvfp4", "cpu"), std=0.02)
-    lora.save_adapter(model, tmp_path / "run" / "adapter")
+    adapters.save_adapter(model, tmp_path / "run" / "adapter")
     held = {"model": str(TINY), "base": "nvfp4", "kernels": "portable"}        # which no CPU has
     (tmp_path / "run" / "run.json").write_text(json.dumps(held))
     return model

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import TEMPLATES, TINY, prompt_of, thinking_tiny, with_acting_adapter
 
+import adapters
 import evaluate
-import lora
 import prompts
 import tasks.problems
 from model import load
@@ -169,7 +169,7 @@ def test_nan_reward_becomes_null(run):
                               "def two(completion, problem):\n"
                               "    return 2 if problem['id'].endswith('-0') else float('nan')\n")
     figures = run(*BASIC, "--limit", 2, "--reward", "odd:nan", "--out", "a.jsonl")
-    assert figures["mean_reward"] is None and [row["task"] for row in read("a.jsonl")] == [None, None]
+    assert figures["mean_reward"] is None and [row["reward"] for row in read("a.jsonl")] == [None, None]
     assert run(*BASIC, "--limit", 2, "--reward", "odd:two")["mean_reward"] == 2
 
 
@@ -202,7 +202,7 @@ def asked(run, *flags):
 
 def test_run_sets_flags_and_adapter(adapted, tmp_path, run):
     run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60))
-    lora.save_adapter(adapted, tmp_path / "run" / "adapter")
+    adapters.save_adapter(adapted, tmp_path / "run" / "adapter")
     figures = run("run", "--out", "a.jsonl")
     assert figures["base"] == "bf16" and figures["max_new_tokens"] == 20 and figures["adapter"] == "run/adapter"
     assert [row["id"] for row in read("a.jsonl")] == [f"sums-{i}" for i in range(57, 61)]

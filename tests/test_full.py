@@ -18,6 +18,7 @@ from test_learner import ANY_NORM, TEMPERATURE, plain_gradient, some_batch
 from test_train import BY_LENGTH, RESUME, ROOT, kill_in
 from tiny_qwen2 import held_by
 
+import adapters
 import evaluate
 import full
 import grpo
@@ -164,6 +165,6 @@ def test_incompatible_flag_is_rejected(flags, named):
 def test_adapter_is_rejected(tmp_path, tiny):
     model = load(tiny["tied"].folder, "bf16", "cpu")
     lora.attach(model, 4)
-    lora.save_adapter(model, tmp_path)
+    adapters.save_adapter(model, tmp_path)
     with pytest.raises(UserError, match="--adapter"):
         read_settings(["--train", "full", "--adapter", str(tmp_path)])

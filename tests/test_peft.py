@@ -16,10 +16,17 @@ import torch
 from helpers import FP32, adapted, attach_to_some
 from safetensors.torch import load_file, save_file
 
+from adapters import (
+    TRAINED_WITH,
+    compare_conditions,
+    conditions_in,
+    load_adapter,
+    save_adapter,
+    training_conditions,
+)
 from files import UserError, write_json
-from lora import attach, load_adapter, save_adapter
+from lora import attach
 from model import load
-from weights import TRAINED_WITH, compare_conditions, conditions_in, training_conditions
 
 HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")

@@ -22,7 +22,7 @@ NASTY = "a\u2028</script><script>alert(1)</script><img src=x onerror=alert(1)><!
 
 def answer(step, problem, correct, completion="so \\boxed{7}", **more):
     return dict(step=step, id=problem, question=f"What is {problem}?", answer="7", prompt="", completion=completion,
-                extracted="7", rule="box", correct=correct, length=4, task=correct) | more
+                extracted="7", rule="box", correct=correct, length=4, reward=correct) | more
 
 
 SAMPLES = [answer(step, f"p-{k}", float(k % 2), f"step {step} says {k}", advantage=k - 0.5)

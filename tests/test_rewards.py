@@ -338,7 +338,7 @@ def test_grade_rows():
     assert [row["prompt"] for row in rows] == ["asks a"] * 2 + ["asks b"] * 2
     told = {"id": "a", "question": "qa", "answer": "5", "prompt": "asks a", "completion": "the answer is 6.",
             "extracted": "6", "rule": "marker", "correct": 0.0, "format": 0.0, "length": 2, "finished": True,
-            "mean_logprob": -1.5, "task": 0.0}
+            "mean_logprob": -1.5, "reward": 0.0}
     assert {name: rows[1][name] for name in told} == told                  # a fork may add keys
 
 
@@ -512,25 +512,23 @@ def graded_by(name, completions=([0], [1]), finished=(True, True)):
     return grade_rows(tokenizer, [replace(PROBLEM, prompt=[0])], rows, plug_in=Reward(f"mine:{name}"))
 
 
-def test_shaping_is_not_in_the_task_and_defaults_stay(plug_ins):
+def test_shaping_is_not_in_the_reward_and_defaults_stay(plug_ins):
     first, second = graded_by("weighted")
-    assert first["parts"] == {"long": 1.0, "shaping": -0.1} and first["task"] == second["task"] == 1.0
-    assert all(math.isnan(row["task"]) for row in graded_by("lost"))
+    assert first["parts"] == {"long": 1.0, "shaping": -0.1} and first["reward"] == second["reward"] == 1.0
+    assert all(math.isnan(row["reward"]) for row in graded_by("lost"))
 
 
 def test_shaping_survives_beside_huge_rewards():
-    graded = [dict(task=task, format=0.0, length=9, parts={"level": task, "shaping": shaping})
-              for task, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
+    graded = [dict(reward=reward, shaping=shaping) for reward, shaping in ((LARGEST_REWARD, 0.3), (0.0, 0.0))]
     rows = [Row([1], [2], torch.zeros(1), finished=True) for _ in graded]
     train.score(lambda problems, rows: graded, [], Rollouts(rows))
-    assert rows[0].graded["reward"] - rows[0].graded["task"] == 0.25                    # 0.3, rounded
     want = [math.sqrt(0.5) + 0.15, -math.sqrt(0.5) - 0.15]
-    got = group_advantages(train.column(rows, "task"), 2, "group", train.column(rows, "shaping"))
+    got = group_advantages(train.column(rows, "reward"), 2, "group", train.column(rows, "shaping"))
     assert got.tolist() == pytest.approx(want, rel=1e-6)
 
 
-def test_parts_sum_to_the_task(plug_ins):
+def test_parts_sum_to_the_reward(plug_ins):
     assert Reward("mine:length")("abc", PROBLEM) == {"reward": 3.0}
     first, second = graded_by("asks")
-    assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["task"] == 8.0
+    assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["reward"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold answer

@@ -18,18 +18,19 @@ from tiny_qwen2 import LLAMA3, write_folder
 
 import evaluate
 import grpo
+from adapters import read_peft_config, save_adapter
 from files import Stopped, UserError, tell_unfinished, write_json
 from harness.config import read_settings, settings_of_run
 from harness.folder import RunFolder
 from harness.setup import begin, open_model
 from learner import Batch, Learner
-from lora import attach, save_adapter
+from lora import attach
 from model import load
 from prompts import Tokenizer, readable_problems
 from tasks.plugin import Reward
 from tasks.problems import Problem, find_gold, load_problems
 from tools import chat, convert
-from weights import NVFP4_CONFIG, ModelFolder, read_config, read_peft_config
+from weights import NVFP4_CONFIG, ModelFolder, read_config
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

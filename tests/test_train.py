@@ -234,7 +234,7 @@ def test_update_uses_learning_rate_at_its_middle():
 
 def test_updates_take_disjoint_groups_and_epochs_repeat_them():
     settings = settings_of("--group-size", "2", "--updates-per-rollout", "2", "--epochs", "2", "--overlong", "mask")
-    rollouts = Rollouts([Row([1], [2] * 4, torch.zeros(4), b != 1, graded=dict(task=1.0, finished=b != 1))
+    rollouts = Rollouts([Row([1], [2] * 4, torch.zeros(4), b != 1, graded=dict(reward=1.0, finished=b != 1))
                          for b in range(4)])                              # row 1 was truncated
     weights = train_py.plan_updates(rollouts, LOSSES["dapo"], settings)
     by_hand = [0.25, 0, 0, 0], [0, 0, 0.125, 0.125]                       # for each of a row's four tokens
@@ -242,7 +242,7 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 
 
 def test_report_combines_a_steps_updates():
-    graded = [dict(reward=r, task=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5, completion="1")
+    graded = [dict(reward=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5, completion="1")
               for r in (1.0, 0.0, 1.0, 0.0)]
     rows = [Row([1], [2, 3], torch.full((2,), -0.5), True, graded=found) for found in graded]
     rollouts = Rollouts(rows, seconds=2.0, computed=10)
@@ -345,7 +345,7 @@ def test_loss_and_option_runs(runs, flags):
     runs.run(name, *"--steps 1 --updates-per-rollout 2 --epochs 2".split(), *flags.split())
     metrics, samples = runs.metrics(name), runs.samples(name)
     assert len(metrics) == 1 and len(samples) == 8
-    assert all(row["reward"] == row["task"] == row["correct"] and row["shaping"] == 0 for row in samples)
+    assert all(row["reward"] == row["correct"] and row["shaping"] == 0 for row in samples)
     if "kl" in flags:
         assert metrics[0]["kl"] >= 0                                      # mean over the step's updates
 
@@ -358,7 +358,7 @@ def test_reward_sees_all_fields_and_may_set_correct(runs):
     runs.run("targets", *"--data targets.jsonl --steps 2 --prompts-per-step 8 "
              "--reward my_rewards:ends_with_its_target".split())
     samples = runs.samples("targets")
-    assert {row["correct"] for row in samples} == {row["task"] - 2 for row in samples} == {0.0, 1.0}
+    assert {row["correct"] for row in samples} == {row["reward"] - 2 for row in samples} == {0.0, 1.0}
     assert runs.metrics("targets")[0]["accuracy"] == sum(row["correct"] for row in samples[:32]) / 32
     targets.write_text("\n".join(json.dumps(row | {"target": "x"}) for row in rows))
     log = runs.run("targets", *"--resume --steps 3 --reward my_rewards:ends_with_its_target".split(), code=1)
@@ -456,7 +456,7 @@ def test_evaluation_before_training_at_intervals_and_at_the_end(runs):
     rows = [json.loads(line) for line in runs.lines(out, "held_out.jsonl")]
     metrics, rewards = runs.metrics(out), {}
     for row in rows:
-        rewards.setdefault(row["steps_done"], []).append(row["task"])
+        rewards.setdefault(row["steps_done"], []).append(row["reward"])
         assert row["step"] == max(row["steps_done"] - 1, 0)
     assert list(rewards) == [0, *evaluated] and all(len(each) == 4 for each in rewards.values())
     assert [m["step"] + 1 for m in metrics if "eval_reward" in m] == evaluated
@@ -532,13 +532,13 @@ def test_custom_reward_and_prompt_need_no_gold(runs):
     runs.run("levels", *flags)
     samples, (metrics,) = runs.samples("levels"), runs.metrics("levels")
     assert all(row["parts"] == {"level": float(int(row["question"][:-1]) % 3), "group": 4.0} for row in samples)
-    assert all(row["task"] == row["parts"]["level"] + 4 for row in samples)
+    assert all(row["reward"] == row["parts"]["level"] + 4 for row in samples)
     assert metrics["reward_group"] == 4 and metrics["reward_level"] == sum(r["parts"]["level"] for r in samples) / 8
     assert 1 <= metrics["eval_reward"] <= 3 and metrics["accuracy"] == 0
 
     runs.run("sometimes", *flags, "--reward", "my_rewards:sometimes_unscorable", "--steps", "2", "--eval-problems", "8")
     assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("sometimes")[1:])
-    levels = [row["task"] for row in runs.samples("sometimes")]
+    levels = [row["reward"] for row in runs.samples("sometimes")]
     assert None in levels[:8] and {1, 2} & set(levels[:8])                # one group in three has no reward
     for metrics in runs.metrics("sometimes"):
         numbers = [level for level in levels[8 * metrics["step"]:][:8] if level]
@@ -558,7 +558,7 @@ KILLS = {
     "before the save": ("harness.folder", "RunFolder.save_checkpoint", 1, False),
     "before the rename": ("pathlib", "Path.rename", 1, False),
     "after the rename": ("pathlib", "Path.rename", 1, True),
-    "in the adapter": ("weights", "write_json", 1, False),
+    "in the adapter": ("adapters", "write_json", 1, False),
     "after the adapter": ("harness.folder", "RunFolder.save", 2, True)}
 
 

@@ -141,12 +141,12 @@ for b in (4, 5):
 # %% 5. Their rewards
 # rewards.py finds the answer in the text, and grader/answers.py decides whether it's the known one.
 graded = rewards.grade_rows(tokenizer, [problem], rollouts.rows)
-reward = torch.tensor([row["task"] for row in graded])
+reward = torch.tensor([row["reward"] for row in graded])
 
 title("5. Their rewards")
 print("row  answer  found by  known  reward")
 for b, row in enumerate(graded):
-    print(f"{b:3}  {row['extracted']:>6}  {row['rule']:8}  {row['answer']:>5}  {row['task']:6.0f}")
+    print(f"{b:3}  {row['extracted']:>6}  {row['rule']:8}  {row['answer']:>5}  {row['reward']:6.0f}")
 
 # %% 6. Their advantages
 # How many standard deviations is each answer above its group's mean?
