@@ -19,8 +19,8 @@ Sampler and learner compute with copies in the model's dtype (bf16 on a GPU), `w
 `working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
 addresses.
 
-Not here: how a GPU computes the same y: the learner in one product (fast/backward.py), the
-sampler's kernels in fast/decode.py, launch_matmul().
+GPU versions: fast/backward.py for the learner (one product), launch_matmul() in fast/decode.py for
+the sampler.
 
 Shapes: M rows (tokens), N out_features, K in_features, R LoRA rank, P parts of a fused linear.
 """

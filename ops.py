@@ -1,6 +1,6 @@
 """
-What the network is computed with: matrix products with fp32 sums, and the decorator by which a GPU
-gets faster versions of plain functions.
+Two tools: matrix products with fp32 sums, and a decorator that swaps in a GPU's version of a
+function.
 
 Plain first. Every function of the method is complete in plain torch, and autograd computes its
 gradients. That version is the reference, and it's what runs on a CPU. Some are marked:
@@ -9,8 +9,8 @@ gradients. That version is the reference, and it's what runs on a CPU. Some are 
     def linear(x, layer): ...
 
 Those in fast/backward.py save memory, those in fast/kernels.py save passes over it; neither changes
-what is computed. To train on a GPU with a plain version that you have changed, remove its decorator
-(docs/forking.md).
+what is computed. To train on a GPU with a plain version that you have changed, remove its
+decorator. Decode steps have kernels of their own (a table in docs/forking.md).
 
 Shapes: M rows, N columns and K summed terms of a product.
 """

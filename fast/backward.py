@@ -19,7 +19,7 @@ terms of a product; R LoRA rank, P parts of a fused linear; c rows of a chunk; S
 heads, KV key-value heads, d head size.
 """
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from torch import Tensor
 import full
 from attention import PackedAttention
 from lora import Linear
-from ops import mm_fp32, replaced_on_gpu
+from ops import PLAIN, mm_fp32, replaced_on_gpu
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -592,5 +592,15 @@ def head_logprobs(x: Tensor, scale: Tensor, leaf: Tensor, copy: Tensor, targets:
     return _HeadLogprobs.apply(x, scale, leaf, copy, targets, live)
 
 
-GPU_VERSIONS = {function.__name__: function for function in (
-    linear, mlp, token_logprobs, attend_packed, look_up, head_logprobs)}
+# Versions that also compute what another marked function computes, instead of calling it.
+CONTAINS = {"mlp": "linear", "head_logprobs": "token_logprobs"}
+
+
+def gpu_versions() -> dict[str, Callable]:
+    """name -> what a GPU runs for each function marked @replaced_on_gpu: the one here or, if it
+    isn't here or contains one that is no longer marked, the plain function.
+    """
+    here = {function.__name__: function for function in (
+        linear, mlp, token_logprobs, attend_packed, look_up, head_logprobs)}
+    return {name: here.get(name, plain) if CONTAINS.get(name, name) in PLAIN else plain
+            for name, plain in PLAIN.items()}

@@ -61,17 +61,9 @@ from marlin_fp4 import (
     shared_memory_kib,
 )
 from model import Transformer, rope_frequencies
-from ops import mm_fp32
-from sampler import (
-    KV_BLOCK,
-    DecodeBatch,
-    Prefix,
-    Sampling,
-    Sequence,
-    TorchEngine,
-    fill_cache,
-    filter_logits,
-)
+from ops import PLAIN, mm_fp32
+from sampler import DecodeBatch, Sampling, TorchEngine, fill_cache, filter_logits
+from scheduler import KV_BLOCK, Prefix, Sequence
 
 # The batch sizes that have a graph, captured when first needed. Other steps get spare rows.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 224, 256, 320, 384, 512)
@@ -323,7 +315,7 @@ class GraphEngine(TorchEngine):
         T = len(tokens)
         n = len(lengths)
         size = next((s for s in PREFILL_SIZES if T <= s and n < s // KV_BLOCK), None)
-        if size is None or not self.kv.is_cuda:
+        if size is None or not self.kv.is_cuda or "attend_packed" not in PLAIN:
             return super().prefill(tokens, blocks, lengths)
         packed = torch.zeros(3, size, dtype=torch.int64)
         packed[0, :T] = tokens

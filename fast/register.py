@@ -6,7 +6,7 @@ from fast import backward, decode, kernels
 from ops import ON_GPU
 
 # Each replaces the function of the same name that is marked @replaced_on_gpu.
-ON_GPU.update(backward.GPU_VERSIONS)
+ON_GPU.update(backward.gpu_versions())
 ON_GPU.update({function.__name__: function for function in (
     kernels.attend_spans, kernels.attend_spans_backward, kernels.merge, kernels.swiglu,
     kernels.swiglu_backward, kernels.softmax_at, kernels.elementwise)})

@@ -56,7 +56,8 @@ from learner import Learner
 from lora import Linear
 from model import ModelConfig
 from ranks import say
-from sampler import KV_BLOCK, PREFILL_TOKENS, blocks_for
+from sampler import PREFILL_TOKENS
+from scheduler import KV_BLOCK, blocks_for
 
 GIB = 2**30
 MAX_ROWS = 256, 512                                    # tried without --max-rows
@@ -183,7 +184,7 @@ class Plan:
         c = model.config
         kv_token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
         self.kv_row = self.row_tokens * kv_token
-        # The least that sampler.allocate_kv accepts: one full-length sequence.
+        # The least that scheduler.allocate_kv accepts: one full-length sequence.
         self.least_pool = (blocks_for(self.row_tokens) + 2) * KV_BLOCK * kv_token
         tried = [limits.max_rows] if limits.max_rows else MAX_ROWS
         for rows in sorted({min(most, answers) for most in tried}, reverse=True):

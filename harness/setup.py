@@ -35,10 +35,11 @@ from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in, claim
 from learner import Learner
 from model import ModelConfig, Transformer, load
-from ops import ON_GPU, PLAIN
+from ops import ON_GPU
 from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
-from sampler import KV_BLOCK, Sampler, TorchEngine
+from sampler import Sampler, TorchEngine
+from scheduler import KV_BLOCK
 from tasks import plugin
 from weights import ModelFolder
 
@@ -358,8 +359,7 @@ def load_kernels(device: torch.device, kernels: str | None = None) -> None:
     """
     if kernels == "torch":
         from fast import backward  # late: a CPU doesn't need it
-        ON_GPU.update(PLAIN | backward.GPU_VERSIONS, pack=nvfp4.plain_weight,
-                      GraphEngine=TorchEngine)
+        ON_GPU.update(backward.gpu_versions(), pack=nvfp4.plain_weight, GraphEngine=TorchEngine)
         return
     instead = "; try --kernels torch (untested there)"
     if torch.version.hip:  # ROCm: an MI200 reports capability (9, 0), as if it were a Hopper

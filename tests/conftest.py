@@ -76,7 +76,7 @@ def both(request, monkeypatch):
     if request.param == "by hand":
         from fast import backward
         from ops import PLAIN
-        for name, function in backward.GPU_VERSIONS.items():
+        for name, function in backward.gpu_versions().items():
             monkeypatch.setitem(PLAIN, name, function)
     return request.param
 

@@ -49,6 +49,16 @@ def test_one_plain_function_among_the_others(both, monkeypatch, name):
     assert want.norm() > 0 and (got - want).norm() < 2.0**-5 * want.norm()  # roundings of 2^-9 in other places
 
 
+def test_no_gpu_version_hides_a_changed_function(monkeypatch):
+    # A fork that removes @replaced_on_gpu above lora.linear changes the linears of the MLP too.
+    versions = backward.gpu_versions()
+    assert all(versions[name] is getattr(backward, name) for name in ("linear", "mlp", "head_logprobs", "look_up"))
+    for changed, containing in (("linear", "mlp"), ("token_logprobs", "head_logprobs")):
+        with monkeypatch.context() as fork:
+            fork.delitem(ops.PLAIN, changed)
+            assert backward.gpu_versions()[containing] is PLAIN[containing]
+
+
 # -----------------------------------------------------------------------------
 # The scratch buffer of expanded matrices
 

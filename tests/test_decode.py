@@ -38,6 +38,7 @@ from fast import backward, decode, hopper_fp4, kernels, register  # noqa: F401
 from files import UserError
 from ops import mm_fp32
 from sampler import DecodeBatch, Sampling
+from scheduler import KV_BLOCK
 
 GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if GPU else "cpu"
@@ -325,7 +326,7 @@ def rows_state(prefix, pos, width, blocks, gen):
     *(pytest.param(*case, marks=gpu) for case in (
         (14, 2, 64, "qwen2", 4), (10, 2, 128, "qwen2", 4), (4, 2, 128, "qwen3", 1)))])    # 1 row: a step below has it
 def test_heads_kernel_matches_float64(H, KV, d, family, ROWS, gen):
-    prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], sampler.KV_BLOCK
+    prefix, pos, B = [0, 5, 32, 40, 64], [0, 9, 32, 90, 95], KV_BLOCK
     n, D, width = 5, 256, 5
     state, table = rows_state(prefix, pos, width, 40, gen)
     kv = torch.zeros(2, 40, KV, B, d, device=DEVICE, dtype=DTYPE)
@@ -417,7 +418,7 @@ def test_attention_kernel_matches_float64(heads, plan, gen):
 @pytest.mark.parametrize("wide_steps_fit", [True, False])
 def test_attention_plans_divide_the_kv_block(wide_steps_fit):
     plans = {decode.attention_plan(pairs, 2, wide_steps_fit) for pairs in range(1, 2049)}
-    assert len(plans) > 3 and all(sampler.KV_BLOCK % plan.TOKENS == 0 for plan in plans)
+    assert len(plans) > 3 and all(KV_BLOCK % plan.TOKENS == 0 for plan in plans)
 
 
 def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432), dtype=None, qwen3_head=None):
@@ -445,7 +446,7 @@ def small_engine(base, gen, rank=32, max_rows=9, size=(256, 384, 2, 4, 2, 2432),
         adapter.master.data[adapter.b_start:].normal_(0, 0.1, generator=gen)
         adapter.sync()
     width = 12
-    shape = config.layers, 2, max_rows * width + 1, config.kv_heads, sampler.KV_BLOCK, config.head_dim
+    shape = config.layers, 2, max_rows * width + 1, config.kv_heads, KV_BLOCK, config.head_dim
     kv = torch.randn(shape, generator=gen, device=DEVICE).to(dtype)
     return model, decode.GraphEngine(model, kv, max_rows, MATMUL), width
 
@@ -636,7 +637,7 @@ def test_7b_sized_steps_repeat_bit_for_bit(n, gen):
 @torch.no_grad()
 def test_graphed_prefill_writes_what_an_eager_one_does(gen):
     model, engine, _ = small_engine("nvfp4", gen)
-    blocks, block = engine.kv.shape[2], sampler.KV_BLOCK
+    blocks, block = engine.kv.shape[2], KV_BLOCK
     for _ in range(2):
         for lengths in [(5,), (33, 33, 1), (64,), (90,), (200, 90), (10,) * 14]:
             free = iter((torch.randperm(blocks - 1, generator=gen, device=DEVICE) + 1).cpu())

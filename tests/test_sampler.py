@@ -21,7 +21,8 @@ from aqn import noisy_norms
 from files import Stopped, UserError
 from lora import attach
 from model import load
-from sampler import KV_BLOCK, Rollouts, Row, Sampler, Sampling, Scheduler, TorchEngine, filter_logits, row_key, uniforms
+from sampler import Rollouts, Row, Sampler, Sampling, TorchEngine, filter_logits, row_key, uniforms
+from scheduler import KV_BLOCK, Scheduler
 
 LENGTHS = (1, 2, 5, 31, 32, 33, 34, 63, 64, 65)                           # of prompts; a prefix is one token shorter
 
