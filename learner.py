@@ -53,9 +53,9 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """Result of update(). The adapter is unchanged if no row was trained (sums is empty), the
-    gradient was 0, at least in theory (see _only_rounding), or the loss or gradient was not finite
-    (see failure). A failed update reports its sums and norm as they are, infinite or NaN.
+    """Result of update(). No step is taken if no row was trained (sums is empty), the gradient is 0
+    up to rounding, or the loss or gradient is not finite (failure says which). Skipped updates
+    still report the non-finite values.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
@@ -160,7 +160,8 @@ class Learner:
         # Every rank sees the same sums, so all of them agree.
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
-        # AdamW's momentum would still move the adapter, and its scale turn rounding into full steps.
+        # Otherwise momentum would still move the adapter, and AdamW's normalization would turn
+        # rounding errors into full-size steps.
         if grad_norm == 0 or self._only_rounding(batch, weights, sums):
             return Update(sums, 0.0, lr)
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
@@ -202,8 +203,9 @@ class Learner:
         """Whether an update's gradient is 0 but for rounding: no token has an advantage, and the
         policy is still the KL term's reference, since B is 0 or the mean KL below 1e-8.
         """
-        # The gradient itself can't tell: A's real ones start at 1e-8. Nor does the KL alone: with
-        # B at 0, a GPU's policy and reference still round differently, by up to 1e-4.
+        # The gradient's size doesn't show it: A's genuine gradients can be as small as 1e-8. Nor
+        # does the KL alone: with B at 0, a GPU still rounds policy and reference differently, by
+        # up to 1e-4.
         taught = batch.teaches() & (weights > 0).any(dim=1)
         if not self.loss.needs_reference or taught.any():
             return False
@@ -212,8 +214,8 @@ class Learner:
 
     def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
         """The indices of the rows that an update trains on."""
-        # At advantage 0 only a KL term has a gradient; without one the row is skipped. The divisor,
-        # which is already in the weights, still counts it.
+        # At advantage 0 only a KL term has a gradient; without one the row is skipped, but it still
+        # counts in the divisor.
         teaches = batch.teaches() | self.loss.needs_reference
         return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
 

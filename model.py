@@ -184,7 +184,7 @@ def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
     """
     def some(x, scale, targets):
         logits = mm_fp32(x, head[:live].T) * scale
-        lse = logits.logsumexp(-1)               # as the sampler does; log_softmax rounds otherwise
+        lse = logits.logsumexp(-1)               # as in the sampler; log_softmax rounds differently
         with torch.no_grad():
             entropy = lse - (logits.softmax(-1) * logits).sum(-1)
         return logits.gather(1, targets[:, None])[:, 0] - lse, entropy

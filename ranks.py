@@ -38,8 +38,8 @@ from files import CONTINUE, Stopped, UserError, first_line
 RANK, WORLD, LOCAL_RANK = (int(os.environ.get(name, default)) for name, default in
                            (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 # Must exceed the longest wait in a run, when one rank is still sampling long answers after another
-# has finished its short ones, or while rank 0 calibrates a large model. A dead rank's socket closes,
-# so only one that hangs makes the others wait this long.
+# has finished its short ones, or while rank 0 calibrates a large model. A dead rank's socket
+# closes, so only one that hangs makes the others wait this long.
 TIMEOUT = timedelta(hours=6)
 
 

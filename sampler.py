@@ -175,7 +175,7 @@ class Sampler:
             steps = min(self.engine.window, max(s.limit - s.pos for s in running))
             computed += steps * self.engine.batch_size(len(running))
             drawn = self.engine.decode(self._decode_batch(running), steps, sampling)
-            made = record(running, drawn, sampling.end_ids)
+            made = add_tokens(running, drawn, sampling.end_ids)
             scheduler.remove_ended()
             if progress:
                 progress(made, running)
@@ -254,7 +254,7 @@ class Sampler:
         return DecodeBatch(*values[:, :columns].T, table=values[:, columns:])
 
 
-def record(running: list[Sequence], drawn: tuple, end_ids: tuple[int, ...]) -> int:
+def add_tokens(running: list[Sequence], drawn: tuple, end_ids: tuple[int, ...]) -> int:
     """Adds a window's tokens to the sequences -> how many. drawn: from the engine's decode().
     files.Stopped if a log-prob is not finite.
     """

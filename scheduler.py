@@ -156,8 +156,8 @@ def allocate_kv(model: Transformer, max_length: int, max_rows: int, kv_gib: floa
 class Scheduler:
     """One call's queue and batch, and the kv_blocks of both.
 
-    sequences: all of the call, those of a group next to each other; engine: a
-    sampler.TorchEngine, for its window and prefill_early(); kv_blocks: of the cache, block 0 included.
+    sequences: all of the call, those of a group next to each other; engine: a sampler.TorchEngine,
+    for its window and prefill_early(); kv_blocks: of the cache, block 0 included.
     """
 
     def __init__(self, sequences: list[Sequence], engine, kv_blocks: int, max_rows: int):

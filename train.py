@@ -71,7 +71,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
     sampling = Sampling(settings.max_new_tokens, run.tokenizer.end_ids, settings.temperature,
                         seed=seed)
     progress = begin(run)
-    if progress.step == 0:                       # redone if the run dies before its first save
+    if progress.step == 0:                       # a run killed before its first save starts over
         before = evaluate(run, sample, 0)
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
@@ -93,12 +93,12 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        weights = plan_updates(rollouts, run.learner.loss, settings)
-        rates = learning_rates(settings, step, steps, len(weights))
+        minibatches = plan_updates(rollouts, run.learner.loss, settings)
+        rates = learning_rates(settings, step, steps, len(minibatches))
         batch = Batch(rollouts.rows, advantages)
-        if len(weights) > 1:                     # else old and policy are the same
-            run.learner.compute_old_logprobs(batch, weights[:settings.updates_per_rollout])
-        updates = [run.learner.update(batch, weight, lr) for weight, lr in zip(weights, rates)]
+        if len(minibatches) > 1:                 # else old and policy are the same
+            run.learner.compute_old_logprobs(batch, minibatches[:settings.updates_per_rollout])
+        updates = [run.learner.update(batch, *one) for one in zip(minibatches, rates)]
         done = time.perf_counter()
 
         # 4) Report.
@@ -106,7 +106,8 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         skipped = progress.skipped + sum(bool(update.failure) for update in updates)
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, batch.teaches(), weights, updates, G) | {"skipped": skipped}
+        metrics |= report(rollouts, batch.teaches(), minibatches, updates, G)
+        metrics |= {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
         console.tell(settings, metrics, updates)
@@ -141,7 +142,7 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
 # Update
 
 def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> list[torch.Tensor]:
-    """One tensor (B, L) per update on this batch: each token's weight in the loss, 0 if not in it.
+    """One minibatch per update: a tensor (B, L) of each token's weight in its loss, 0 if not in it.
 
     Two flags split training on a batch into several updates. With 4 groups of answers, a b c d:
 
@@ -179,7 +180,7 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 # -----------------------------------------------------------------------------
 # Report
 
-def report(rollouts: Rollouts, teaches: torch.Tensor, weights: list[torch.Tensor],
+def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Tensor],
            updates: list[Update], group_size: int) -> dict:
     """The step's metrics, defined in docs/metrics.md. teaches: of Batch.teaches().
 
@@ -203,7 +204,7 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, weights: list[torch.Tensor
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
     metrics["sampler_entropy"] = sampler_entropy(graded)
     informative = grpo.informative_groups(column(rows, "reward"), group_size)
-    in_some_update = (sum(weights) > 0).any(dim=1)               # (B,)
+    in_some_update = (sum(minibatches) > 0).any(dim=1)           # (B,)
     learned = teaches & in_some_update
     metrics["informative"] = informative.float().mean().item()
     metrics["groups"] = int(learned.view(-1, group_size).any(dim=1).sum())

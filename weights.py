@@ -15,7 +15,8 @@ made, with one shard in memory. Nothing is unpickled.
 Anything that would silently train wrong is a UserError that names the file: an architecture or a
 4-bit format that model.py doesn't implement, a tensor that it would ignore, a wrong shape, a NaN.
 
-Not here: what the numbers mean (nvfp4.py, model.py), adapters (adapters.py), atomic writes (files.py).
+Not here: what the numbers mean (nvfp4.py, model.py), adapters (adapters.py), atomic writes
+(files.py).
 """
 import hashlib
 import math

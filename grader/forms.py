@@ -27,7 +27,7 @@ class Inspector(answers.Reader):
     numbers, as in 2+x+3 and 2\pi*3; + 0, * 1, / 1; a number made of parts that are none, such as
     \sqrt2\sqrt8; a quotient that is an integer.
 
-    Done are a fraction, a mixed number, 3*10^4, and a power, root, factorial or binomial of numbers
+    Counted as finished: a fraction, a mixed number, 3*10^4, and a power, root, factorial or binomial of numbers
     that is an item, or one side of a fraction, by itself.
     """
 

@@ -146,8 +146,8 @@ class Objective:
                                       "(0, 1e9]")
     correction: str | None = setting(
         None, "correction for noise and rounding in the rollout; truncate: multiply by the "
-        "importance weight min(old / rollout, 2); ppo: clip policy / rollout, as in the paper, "
-        "which hurts under strong noise; off: no correction, as in the release (default: the "
+        "importance weight min(old / rollout, 2); ppo: clip policy / rollout, as in the paper; "
+        "off: no correction, as in the release (default: the "
         "loss's own, truncate)",
         choices=grpo.CORRECTIONS)
     advantage_scale: str = setting("none", "divisor of the advantages; group: standard deviation "

@@ -182,8 +182,8 @@ def read_model(settings: Settings, folder: ModelFolder, tokenizer: Tokenizer, pr
 
 def open_model(folder: ModelFolder, tokenizer: Tokenizer, device: torch.device, wanted: Settings,
                adapter: str | Path | None, refuse: bool = False) -> tuple[Transformer, dict]:
-    """-> a model, with an adapter if one is given; its training_conditions(). Whoever puts an
-    adapter on weights does it here: prints what differs from the adapter's training, or, with
+    """-> a model, with an adapter if one is given; its training_conditions(). The one place where
+    an adapter is put on weights: prints how they differ from those it was trained on or, with
     `refuse`, raises a UserError.
 
     wanted: settings or flags with --base, --prompt-style and --thinking.
