@@ -674,7 +674,8 @@ def rounds_to(decimal: Number, x: Number) -> bool:
 def same(a: Reading, b: Reading, point: Point) -> bool:
     """Are two readings equal at this point? Symmetric in a and b."""
     point.spend(1)
-    a, b = sorted((a, b), key=lambda x: list(RULES).index(x.kind))
+    if RANKS[a.kind] > RANKS[b.kind]:
+        a, b = b, a
     return RULES[a.kind](a, b, point)
 
 
@@ -795,6 +796,7 @@ def same_brackets(a: Group, b: Reading, point: Point) -> bool:
 RULES = {
     "eq": same_relation, "list": same_collection, "set": same_collection, "rel": same_relation,
     **dict.fromkeys(("union", ":", *BRACKETS), same_brackets), **dict.fromkeys(SCALAR, same_number)}
+RANKS = {kind: i for i, kind in enumerate(RULES)}
 
 
 def same_function(a: Answer, b: Answer) -> bool:
