@@ -158,7 +158,7 @@ def training_conditions(model: torch.nn.Module, tokenizer, base: str, prompt_sty
     what config.json says about them, the tokenizer, the format of the frozen weights, how their
     codes were calibrated (None if they weren't), the prompts and --thinking.
 
-    model: what model.load() returned; tokenizer: a prompts.Tokenizer. The model's name, only
+    model: what loading.load() returned; tokenizer: a prompts.Tokenizer. The model's name, only
     its last part since models get copied, is for adapters that don't say more.
     """
     return {"model": Path(model.folder.name).name, "weights": model.digest,

@@ -60,8 +60,9 @@ from tqdm import tqdm
 import nvfp4
 from attention import PackedAttention, lay_out
 from files import UserError, counted
+from loading import load
 from lora import Linear
-from model import Layer, ModelConfig, RMSNorm, load, rope_table
+from model import Layer, ModelConfig, RMSNorm, rope_table
 from ops import mm_fp32
 from prompts import Tokenizer
 from sampler import Sampler, Sampling

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import lora
-from model import Transformer, parts_of, token_logprobs
+from loading import parts_of
+from model import Transformer, token_logprobs
 from nvfp4 import Weight
 from ops import Rounded, replaced_on_gpu
 from weights import save_model

@@ -34,7 +34,8 @@ from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, withou
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in, claim
 from learner import Learner
-from model import ModelConfig, Transformer, load
+from loading import load
+from model import ModelConfig, Transformer
 from ops import ON_GPU
 from prompts import Tokenizer, digest_of, split_problems
 from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from tiny_qwen2 import TARGETS, merged, plain_logits
 
 from adapters import load_adapter
-from model import load
+from loading import load
 from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling
 from tasks.problems import load_problems

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from tiny_qwen2 import plain_logits, random_adapter, set_adapter
 
+from loading import load
 from lora import attach
-from model import load
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tiny"

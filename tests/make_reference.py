@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tiny_qwen2 import SHAPES, TARGETS, config_json, random_adapter, random_tensors, set_adapter, write_folder
 
 from adapters import save_adapter
+from loading import load
 from lora import attach
-from model import load
 
 HERE = Path(__file__).parent
 PEFT_FOLDERS = {"tied": "peft_adapter", "qwen3-tied": "peft_adapter_qwen3"}

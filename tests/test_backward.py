@@ -13,10 +13,10 @@ from test_attention import whole_sequences
 from test_ops import an_mlp
 
 import lora
-import model
 import ops
 from fast import backward
 from fast.backward import attend_spans, scratch_on, softmax_at, spans_of, swiglu, swiglu_backward, wide_weight
+from loading import load
 
 PLAIN = dict(ops.PLAIN)
 
@@ -33,7 +33,7 @@ def test_one_plain_function_among_the_others(both, monkeypatch, name):
     # As in a fork that removes one @replaced_on_gpu: in bf16, which the plain version must differentiate on a GPU too.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     versions = ops.ON_GPU if device == "cuda" else ops.PLAIN
-    policy = model.load(ROOT / "tiny", device=device, dtype=torch.bfloat16)
+    policy = load(ROOT / "tiny", device=device, dtype=torch.bfloat16)
     adapter = lora.attach(policy, rank=4)
     adapter.master.data.normal_(std=0.02, generator=torch.Generator(device).manual_seed(0))
     adapter.sync()

@@ -17,7 +17,8 @@ import calibrate
 import nvfp4
 from calibrate import Chunk, Text, gptq, output_error
 from files import UserError
-from model import Layer, ModelConfig, load
+from loading import load
+from model import Layer, ModelConfig
 from prompts import Tokenizer, encode_prompts
 from tasks.problems import Problem
 from weights import ModelFolder, Shards, WeightReader, load_nvfp4

@@ -14,7 +14,7 @@ import pytest
 from helpers import TINY, prompt_of, run_main, with_acting_adapter
 
 import adapters
-from model import load
+from loading import load
 from prompts import STYLES, Tokenizer
 from sampler import Sampler, Sampling
 from tools import chat as chat_py

@@ -16,7 +16,7 @@ from tiny_qwen2 import write_folder
 import adapters
 import calibrate
 import weights
-from model import load
+from loading import load
 from prompts import STYLES
 from tasks.problems import epoch_order
 from tools import convert

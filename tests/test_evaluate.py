@@ -16,7 +16,7 @@ import adapters
 import evaluate
 import prompts
 import tasks.problems
-from model import load
+from loading import load
 from prompts import Tokenizer, digest_of, split_problems
 from tasks.figures import mean
 

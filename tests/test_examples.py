@@ -8,7 +8,7 @@ import torch
 from helpers import prompt_of
 
 from examples import calculator, try_again
-from model import load
+from loading import load
 from prompts import Tokenizer
 from rewards import grade, grade_rows
 from sampler import Rollouts, Row, Sampler, Sampling

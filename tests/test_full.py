@@ -28,7 +28,7 @@ from fast import backward
 from files import UserError
 from harness.config import read_settings
 from learner import Batch, Learner
-from model import load
+from loading import load
 from sampler import Sampler, Sampling
 from tools import convert
 from weights import Shards

@@ -9,8 +9,8 @@ import torch
 from helpers import adapted, tokens_of
 
 import nvfp4
+from loading import load
 from lora import Linear, attach
-from model import load
 
 # -----------------------------------------------------------------------------
 # Forward

@@ -22,8 +22,9 @@ from harness import memory, setup
 from harness.config import Rollout, read_settings
 from harness.memory import GIB, Limits, Plan
 from learner import AdamW, Learner
+from loading import load
 from lora import attach
-from model import ModelConfig, load
+from model import ModelConfig
 from sampler import Sampler
 
 TINY = json.loads((ROOT / "tiny" / "config.json").read_text())

@@ -16,7 +16,8 @@ from tiny_qwen2 import GROUPS, SHAPES, merged, plain_logits, random_adapter, set
 
 import lora
 import nvfp4
-from model import RMSNorm, load, split_qkv
+from loading import load
+from model import RMSNorm, split_qkv
 
 REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
 

@@ -25,8 +25,8 @@ from adapters import (
     training_conditions,
 )
 from files import UserError, write_json
+from loading import load
 from lora import attach
-from model import load
 
 HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")

@@ -19,8 +19,8 @@ from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapte
 import sampler as sampler_py
 from aqn import noisy_norms
 from files import Stopped, UserError
+from loading import load
 from lora import attach
-from model import load
 from sampler import Rollouts, Row, Sampler, Sampling, TorchEngine, filter_logits, row_key, uniforms
 from scheduler import KV_BLOCK, Scheduler
 

@@ -24,8 +24,8 @@ from harness.config import read_settings, settings_of_run
 from harness.folder import RunFolder
 from harness.setup import begin, open_model
 from learner import Batch, Learner
+from loading import load
 from lora import attach
-from model import load
 from prompts import Tokenizer, readable_problems
 from tasks.plugin import Reward
 from tasks.problems import Problem, find_gold, load_problems

@@ -40,8 +40,8 @@ from aqn import draw_z
 from grpo import LOSSES, rollout_sums
 from harness import setup
 from learner import Update
+from loading import load
 from lora import attach
-from model import load
 from sampler import Rollouts, Row
 from tasks.arithmetic import arithmetic
 from weights import NVFP4_CONFIG, ModelFolder, Shards

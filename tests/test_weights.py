@@ -18,7 +18,8 @@ from tiny_qwen2 import GROUPS, SHAPES, TARGETS, merged, write_folder
 import nvfp4
 import weights as weights_py
 from files import UserError
-from model import ModelConfig, load, model_tensors
+from loading import load, model_tensors
+from model import ModelConfig
 from weights import NVFP4_CONFIG, ModelFolder, hub_id, in_16_bits, nvfp4_tensors, read_config, resolve, save_model
 
 HERE = Path(__file__).parent

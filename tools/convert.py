@@ -27,7 +27,7 @@ from files import UserError, must_be_new
 from harness import config
 from harness.config import add_flag, number
 from harness.setup import choose_device, open_model
-from model import model_tensors
+from loading import model_tensors
 from prompts import Tokenizer, encode_prompts
 from tasks.problems import load_problems
 from weights import ModelFolder, in_16_bits, save_model

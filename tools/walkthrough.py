@@ -21,7 +21,7 @@ import rewards
 from harness.config import TINY_MODEL
 from harness.setup import configure_cpu
 from learner import Batch, Learner
-from model import load
+from loading import load
 from prompts import Tokenizer, encode_prompts
 from sampler import Sampler, Sampling
 from tasks.problems import load_problems, problems_at
