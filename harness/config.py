@@ -290,7 +290,7 @@ def new_parser() -> argparse.ArgumentParser:
 
 # Keys of run.json that aren't settings.
 NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "trained_with", "memory_plan",
-               "resumed"}
+               "resumed", "logs"}
 # Paths that may change when a run is resumed: problems_sha256 and trained_with compare contents.
 MAY_MOVE = "model", "data", "eval_data"
 

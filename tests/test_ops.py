@@ -149,7 +149,6 @@ def test_logprob_gradient_matches_autograd(both, monkeypatch, chunk):
     padded = torch.cat([head, 30 * torch.randn(padding, D)])              # rows without a token may be large
     got, entropy = token_logprobs(x, rstd / temperature, padded, targets, V)
     got.backward(upstream)
-    assert not entropy.requires_grad
     # 50 fp32 terms of about 3: 50 * 3 * 2^-24 = 1e-5.
     for a, b in ((got, want), (entropy, -(log_p.exp() * log_p).sum(-1)), (x.grad, x64.grad), (rstd.grad, rstd64.grad)):
         assert (a - b).abs().max() < 1e-5

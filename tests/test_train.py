@@ -39,6 +39,7 @@ import train as train_py
 from aqn import draw_z
 from grpo import LOSSES, rollout_sums
 from harness import setup
+from harness.folder import RunFolder
 from learner import Update
 from loading import load
 from lora import attach
@@ -611,6 +612,14 @@ def test_interrupted_resume_keeps_adapter(runs, whole, call, expected):
     before = files_of(folder)
     stop = functools.partial(kill_in, "harness.folder", call, 1, False, signal.SIGTERM)
     assert expected in runs.run(call, *RESUME, code=1, fault=stop) and files_of(folder) == before
+
+
+def test_log_of_a_fork_is_cut_on_resume(runs, whole):
+    folder = RunFolder(shutil.copytree(runs.folder / whole, runs.folder / "logs"), {}, None)
+    folder.run_json = json.loads((folder.path / "run.json").read_text())
+    folder.log("mine.jsonl", [{"step": 5}, {"step": 6}])                  # the checkpoint has steps 0 to 5
+    runs.run("logs", *RESUME)
+    assert (folder.path / "mine.jsonl").read_text() == '{"step": 5}\n'
 
 
 def test_full_disk_keeps_earlier_checkpoints(runs, whole, longer):
