@@ -778,6 +778,9 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
     if sorted(names) == sorted(other_names) and len(set(names)) == len(names):
         others = [others[other_names.index(name)] for name in names]
         return in_order(values, others, point)
+    shared = set(names) & set(other_names)
+    if shared - {()} and () not in names + other_names and shared < {*names, *other_names}:
+        return False  # x = 1, y = 2 is not y = 1, z = 2
     families = [{"".join(name).partition("_")[0] for name in part} for part in (names, other_names)]
     is_ordered = any("" not in part and len(part) > 1 for part in families)
     return (in_order if is_ordered else in_any_order)(values, others, point)
