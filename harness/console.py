@@ -71,6 +71,14 @@ class Watch:
 # -----------------------------------------------------------------------------
 # What a run prints
 
+HERE = Path.cwd()                                # before a --reward may change it
+
+
+def shown(path: str) -> str:
+    """An absolute path as a user would type it: relative, if it is in the working directory."""
+    return str(Path(path).relative_to(HERE)) if Path(path).is_relative_to(HERE) else path
+
+
 def greet(settings: Settings, problems: list, held_out: list, device: torch.device) -> None:
     """The first line of a run: model, data, sizes, device, folder."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -80,7 +88,7 @@ def greet(settings: Settings, problems: list, held_out: list, device: torch.devi
         f"({counted(len(problems), 'problem')}, {len(held_out):,} held out): "
         f"{counted(settings.steps, 'step')} of "
         f"{counted(settings.prompts_per_step, 'problem')} x "
-        f"{counted(settings.group_size, 'answer')} on {WORLD} x {where}, to {settings.out}")
+        f"{counted(settings.group_size, 'answer')} on {WORLD} x {where}, to {shown(settings.out)}")
 
 
 def tell(settings: Settings, metrics: dict, updates: list) -> None:
@@ -108,8 +116,8 @@ def farewell(settings: Settings, evaluable: bool) -> None:
     """
     if RANK > 0:
         return
-    folder = Path(settings.out)
-    metrics = [row for row, _ in read_log(folder / "metrics.jsonl")]
+    folder = shown(settings.out)
+    metrics = [row for row, _ in read_log(Path(settings.out) / "metrics.jsonl")]
     key = "eval_reward" if settings.reward else "eval_accuracy"
     before, after = ([row[name] for row in metrics if row.get(name) is not None]
                      for name in (f"{key}_before", key))
