@@ -86,9 +86,9 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
         of_group = [rows[i][length:-1] for i in group]
         suffixes.append([len(suffix) for suffix in of_group])
         for i, suffix in zip(group, of_group):
-            # The prompt's last token predicts the first completion token. Each later one is
-            # predicted by the token before it, which is in the prefix if that is the entire row,
-            # else in the suffix: one of these two ranges is empty.
+            # The prompt's last token predicts the first completion token; each later one is
+            # predicted by the token before it. In a group, the first range is that last token and
+            # the second the suffix. Alone, a row is all prefix, and the first range has them all.
             predictors += range(end - length + starts[i] - 1, end)
             predictors += range(len(tokens), len(tokens) + len(suffix))
             tokens += suffix

@@ -13,8 +13,9 @@ rows [p * G, (p + 1) * G) answer problem p. The loss gets the T tokens of all ro
     token              a b   c d e  f     g h  T = 8: log-probs and weights are (T,)
     row_of_token       0 0   1 1 1  2     3 3  (T,): each token has its row's advantage
 
-Before that, masks and weights are (B, L), where L is the length of the longest row. The mask is 0
-for padding, tool output, unscorable rows and, with --overlong mask, truncated rows.
+Until the learner packs them, masks and weights are (B, L), where L is the length of the longest
+completion. The mask is 0 for padding, tool output, unscorable rows and, with --overlong mask,
+truncated rows.
 
 Three policies give each token a probability:
 

@@ -1,6 +1,6 @@
 """
-Two tools: matrix products with fp32 sums, and a decorator that swaps in a GPU's version of a
-function.
+Matrix products with fp32 sums, a decorator that swaps in a GPU's version of a function, and trained
+tensors that are computed with in rounded form.
 
 Plain first. Every function of the method is complete in plain torch, and autograd computes its
 gradients. That version is the reference, and it's what runs on a CPU. Some are marked:
@@ -8,9 +8,9 @@ gradients. That version is the reference, and it's what runs on a CPU. Some are 
     @replaced_on_gpu             # on a GPU, fast/'s function of the same name runs instead
     def linear(x, layer): ...
 
-fast/backward.py saves memory, fast/kernels.py memory traffic; neither changes what is computed. To
-train on a GPU with a plain version that you have changed, remove its decorator. Decode steps have
-kernels of their own (a table in docs/forking.md).
+fast/backward.py saves memory, fast/kernels.py memory traffic; only roundings differ. To train on a
+GPU with a plain version that you have changed, remove its decorator. Decode steps have kernels of
+their own (a table in docs/forking.md).
 
 Shapes: M rows, N columns and K summed terms of a product.
 """

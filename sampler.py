@@ -390,7 +390,7 @@ def attention_to_cache(kv: Tensor, table: Tensor, prefix: Tensor, pos: Tensor) -
     writes the token's key and value to the row's last slot and attends to all slots up to it.
 
     q (n, H, d), k and v (n, KV, d) -> (n, H, d). table (n, width), prefix and pos (n,) as in
-    DecodeBatch. The diagram at the top of this file shows the slots.
+    DecodeBatch. The diagram at the top of scheduler.py shows the slots.
     """
     start = (prefix + KV_BLOCK - 1) // KV_BLOCK * KV_BLOCK       # slot of the first own token
     last = start + pos - prefix                                  # the new token's slot

@@ -1,6 +1,6 @@
 """
 The sampler's bookkeeping: which answers are being decoded, and where their keys and values are. It
-decides nothing about tokens, so skip it to learn the method.
+decides nothing about tokens: to learn the method, the drawing below is enough.
 
     scheduler = Scheduler(sequences, engine, kv_blocks, max_rows)
     while not scheduler.done:
