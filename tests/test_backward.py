@@ -1,7 +1,7 @@
 """
-The pieces of the hand-written backward passes, in plain torch: the functions that kernels.py replaces, and what autograd
-doesn't need. Tests with the fixture `both` (test_lora, test_ops, test_attention, test_learner, test_full) compare the
-whole functions with float64 autograd.
+The pieces of the hand-written backward passes, in plain torch: the functions that kernels.py replaces, and what
+autograd doesn't need. Tests with the fixture `both` (test_lora, test_ops, test_attention, test_learner, test_full)
+compare the whole functions with float64 autograd.
 
 python -m pytest tests/test_backward.py -v
 """

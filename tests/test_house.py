@@ -24,8 +24,8 @@ from fast import backward
 ROOT = Path(__file__).parent.parent
 # The layers: a module may import its own row and the rows above it. Any other module belongs to METHOD, or, if it has
 # an `if __name__ == "__main__"`, is a program, which may import everything.
-ROWS = [["env", "files", "ranks", "hub"], ["grader"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"], ["harness"],
-        ["train", "evaluate"], ["tools", "study"]]
+ROWS = [["env", "files", "ranks", "hub"], ["grader"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"],
+        ["harness"], ["train", "evaluate"], ["tools", "study"]]
 
 
 def tracked():
