@@ -28,6 +28,7 @@ Not here: setup (harness/setup.py), settings (harness/config.py).
 """
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import time
@@ -54,6 +55,36 @@ from tasks.problems import problems_at
 # -----------------------------------------------------------------------------
 # The loop: sample, score, update, report
 
+WAIT = 8                                         # steps until a problem is asked again
+
+
+def choose_problems(settings: Settings, count: int, progress: Progress) -> tuple[list, list]:
+    """A step's problems, as numbers below `count`: (those asked again, new ones).
+
+    Every problem is asked once before any is new again. With --replay, up to this share of a step
+    are problems whose answers got different rewards at least WAIT steps ago, longest ago first: half
+    of all groups are all right or all wrong and teach nothing, and most of those that differed do
+    so again.
+    """
+    P = settings.prompts_per_step
+    first = progress.cursor - progress.replayed
+    new = problems_at(range(count), settings.seed, range(first, first + P))
+    again = [number for asked, number in progress.again
+             if asked <= progress.step - WAIT and number not in new]
+    again = again[:int(P * settings.replay)]
+    return again, new[:P - len(again)]
+
+
+def remember(settings: Settings, again: list, step: int, chosen: list, rows: list[Row]) -> list:
+    """The [step, problem number] to ask again, after this step, oldest first."""
+    if not settings.replay:
+        return []
+    split = grpo.split_groups(column(rows, "reward"), settings.group_size).tolist()
+    waiting = [one for one in again if one[1] not in chosen]
+    waiting += [[step, number] for number in dict.fromkeys(itertools.compress(chosen, split))]
+    return waiting[-WAIT * settings.prompts_per_step:]
+
+
 def sample_answers(sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
                    places: range | list) -> Rollouts:
     """Samples group_size answers to each problem. places: see Sampler.generate."""
@@ -76,9 +107,11 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
-        next_cursor = progress.cursor + settings.prompts_per_step
+        again, new = choose_problems(settings, len(run.problems), progress)
+        chosen = again + new
+        next_cursor = progress.cursor + len(chosen)
         places = share(range(progress.cursor, next_cursor))
-        problems = problems_at(run.problems, seed, places)
+        problems = [run.problems[number] for number in share(chosen)]
         sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
                              settings.noise_stages, settings.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # everything else is noise-free
@@ -99,6 +132,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         if len(minibatches) > 1:                 # else old and policy are the same
             run.learner.compute_old_logprobs(batch, minibatches[:settings.updates_per_rollout])
         updates = [run.learner.update(batch, *one) for one in zip(minibatches, rates)]
+        run.learner.average(step)
         done = time.perf_counter()
 
         # 4) Report.
@@ -107,11 +141,13 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
         metrics |= report(rollouts, batch.teaches(), minibatches, updates, G)
+        metrics |= report_new(rollouts.rows[len(again) * G:], len(again))
         metrics |= {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
         console.tell(settings, metrics, updates)
-        progress = Progress(step + 1, next_cursor, tokens, skipped)
+        progress = Progress(step + 1, next_cursor, tokens, skipped, progress.replayed + len(again),
+                            remember(settings, progress.again, step, chosen, rollouts.rows))
         if progress.step == steps or progress.step % settings.eval_every == 0:
             metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)
@@ -171,7 +207,7 @@ def learning_rate(optim: Optim, fraction: float) -> float:
     rising = optim.lr * fraction / optim.warmup if fraction < optim.warmup else optim.lr
     if optim.lr_schedule == "wsd":               # falls to 0 over the last quarter
         return min(rising, optim.lr * (4 * (1 - fraction)))
-    if fraction < optim.warmup:
+    if fraction < optim.warmup or optim.lr_schedule == "average":
         return rising
     angle = math.pi * (fraction - optim.warmup) / (1 - optim.warmup)
     return optim.lr * (1 + math.cos(angle)) / 2
@@ -219,6 +255,12 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Te
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
 
 
+def report_new(rows: list[Row], again: int) -> dict:
+    """How many problems were asked again, and the accuracy on the others, whose rows these are."""
+    right = [row.graded["correct"] for row in rows]
+    return {"replayed": again, "accuracy_new": sum(right) / len(right)}
+
+
 def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     """Answers the held-out problems greedily, without noise, and logs them in held_out.jsonl.
 
@@ -228,7 +270,8 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     places = share(range(len(run.held_out)))
     began = time.perf_counter()
     greedy = Sampling(run.settings.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
-    rollouts = sample(run.sampler, problems, 1, greedy, places)
+    with run.learner.averaged():
+        rollouts = sample(run.sampler, problems, 1, greedy, places)
     graded = gather(run.grade(problems, rollouts.rows))
     metrics = {"eval_accuracy": sum(one["correct"] for one in graded) / len(graded)}
     if run.settings.reward:

@@ -49,9 +49,11 @@ from weights import ModelFolder
 class Progress:
     """How far a run has come. Each step makes a new one."""
     step: int = 0                                # completed steps
-    cursor: int = 0                              # index of the next problem in the run's order
+    cursor: int = 0                              # groups sampled so far
     tokens: int = 0                              # completion tokens sampled so far
     skipped: int = 0                             # updates whose loss or gradient was not finite
+    replayed: int = 0                            # how many of the groups answered a problem again
+    again: list = dataclasses.field(default_factory=list)    # (train.choose_problems)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     check_same_on_all_ranks(conditions)
     flags["trained_with"] = conditions
     learner = Learner(model, loss_of(settings), settings.temperature, settings.max_grad_norm,
-                      settings.weight_decay)
+                      settings.weight_decay, settings.lr_schedule == "average")
     # Everything that a checkpoint holds. Add a fork's tensors here, before memory is divided.
     state = learner.tensors()
     limits = memory.Limits(settings.memory_gib, None, settings.micro_batch_tokens)
@@ -115,7 +117,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
                               plug_in=plug_in)
 
     def write_adapter(tensors, folder):
-        adapters.save_adapter(model, folder, tensors["master"])
+        adapters.save_adapter(model, folder, tensors.get("mean", tensors["master"]))
         write_json(folder / adapters.TRAINED_WITH, conditions)
 
     def write_model(tensors, folder):
@@ -284,6 +286,8 @@ def begin(run: Run) -> Progress:
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.adapter.sync()                   # the checkpoint's tensors are in place
     names = {field.name for field in dataclasses.fields(Progress)}
+    if counters:                                 # of a run before --replay existed
+        counters = {"replayed": 0, "again": []} | counters
     if counters and counters.keys() != names:    # a missing one would start again from 0
         raise UserError(f"{run.folder.checkpoints}: state.json has {', '.join(counters)}, expected "
                         f"{', '.join(sorted(names))}")
