@@ -1,5 +1,5 @@
 """
-Calibrate NVFP4 codes with GPTQ (arXiv 2210.17323), with one 16-bit layer in memory at a time.
+Calibrate NVFP4 codes with GPTQ (arXiv 2210.17323), with a few 16-bit layers in memory at a time.
 
     python -m tools.convert nvfp4 SRC OUT --calibrate 128      writes a calibrated folder
     python train.py --calibrate 128                            calibrates, then trains
@@ -66,6 +66,7 @@ from model import Layer, ModelConfig, RMSNorm, rope_table
 from ops import mm_fp32
 from prompts import Tokenizer
 from sampler import Sampler, Sampling
+from scheduler import half_of_memory
 from tasks.problems import Problem, problems_at
 from weights import (
     NVFP4_CONFIG,
@@ -94,43 +95,49 @@ LEVEL_EDGES = (LEVELS[1:] + LEVELS[:-1]) / 2
 Nvfp4Tensors = tuple[Tensor, Tensor, Tensor]    # as nvfp4.quantize returns them
 
 
-def gptq(w: Tensor, hessian: Tensor, global_scale: Tensor) -> Nvfp4Tensors:
-    """Quantize w (N, K) fp32, K a multiple of 16, for inputs whose H is `hessian` (K, K) fp32.
+def gptq(weights: Sequence[Tensor], hessians: Sequence[Tensor],
+         global_scales: Sequence[Tensor]) -> list[Nvfp4Tensors]:
+    """Quantize L matrices (N, K) of equal shape, K a multiple of 16, for inputs whose H are
+    `hessians` (K, K) fp32, independently but at once: a GPU takes longer to launch the many small
+    steps than to do them.
 
-    Returns tensors like nvfp4.quantize's. torch.linalg.LinAlgError if the damped H is not positive
-    definite.
+    Returns tensors like nvfp4.quantize's for each. torch.linalg.LinAlgError if a damped H is not
+    positive definite.
     """
     pieces = []
-    code_block = recorded(gptq_block, torch.ones(16, len(w), device=w.device),
-                          torch.eye(16, device=w.device), global_scale)
-    for start in range(0, w.shape[1], LARGEST_HESSIAN):
+    scale = torch.stack([*global_scales])[:, None]
+    for start in range(0, weights[0].shape[1], LARGEST_HESSIAN):
         piece = slice(start, start + LARGEST_HESSIAN)
-        columns = w[:, piece].T.clone(memory_format=torch.contiguous_format)
-        pieces.append(gptq_columns(columns, hessian[piece, piece], global_scale, code_block))
-    codes, scales = (torch.cat(part).T.contiguous() for part in zip(*pieces))
-    return nvfp4.pack_pairs(codes), scales.view(torch.float8_e4m3fn), global_scale
+        columns = torch.stack([w[:, piece].T for w in weights], dim=1)
+        U = torch.stack([inverse_factor(hessian[piece, piece]) for hessian in hessians])
+        pieces.append(gptq_columns(columns, U, scale))
+    codes, scales = (torch.cat(part).permute(1, 2, 0).contiguous() for part in zip(*pieces))
+    return [(nvfp4.pack_pairs(code), block_scale.view(torch.float8_e4m3fn), global_scale)
+            for code, block_scale, global_scale in zip(codes, scales, global_scales)]
 
 
-def gptq_columns(w: Tensor, hessian: Tensor, global_scale: Tensor,
-                 code_block: Callable) -> tuple[Tensor, Tensor]:
-    """GPTQ over the columns of W, in the order drawn at the top of this file.
+def gptq_columns(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """GPTQ over the columns of L matrices W, in the order drawn at the top of this file.
 
-    w (K, N): W transposed, so that a column of W is contiguous; it is overwritten. code_block:
-    gptq_block. -> codes uint8 (K, N), E4M3 codes of the block scales uint8 (K // 16, N).
+    w (K, L, N) fp32: the W transposed, so that a column of all W is contiguous; it is overwritten.
+    U (L, K, K), global_scale (L, 1). -> codes uint8 (K, L, N), E4M3 codes of the block scales uint8
+    (K // 16, L, N).
     """
-    U = inverse_factor(hessian)
+    def correct(later, U, errors):               # later (k, L, N), U (L, j, k), errors (j, L, N)
+        later -= (U.mT @ errors.transpose(0, 1)).transpose(0, 1)
+
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    scales = codes.new_empty(len(w) // 16, w.shape[1])
+    scales = codes.new_empty(len(w) // 16, *w.shape[1:])
     for start in range(0, len(w), PANEL):
         end = min(start + PANEL, len(w))
         errors = torch.empty_like(w[start:end])
         for i in range(start, end, 16):
             block = slice(i, i + 16)
-            codes[block], scales[i // 16], error = code_block(w[block], U[block, block],
+            codes[block], scales[i // 16], error = gptq_block(w[block], U[:, block, block],
                                                               global_scale)
             errors[i - start:i - start + 16] = error
-            w[i + 16:end] -= U[block, i + 16:end].T @ error      # the rest of the panel
-        w[end:] -= U[start:end, end:].T @ errors                 # all columns after it
+            correct(w[i + 16:end], U[:, block, i + 16:end], error)     # the rest of the panel
+        correct(w[end:], U[:, start:end, end:], errors)          # all columns after it
     return codes, scales
 
 
@@ -150,25 +157,27 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 @cache
 def constants(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """LEVELS, LEVEL_EDGES and nvfp4.OFFSETS (C, 1) on a device."""
-    # Cached, because a CUDA graph can't copy them from the CPU.
-    offsets = torch.tensor(nvfp4.OFFSETS, device=device)[:, None]
+    """LEVELS, LEVEL_EDGES and nvfp4.OFFSETS (C, 1, 1) on a device."""
+    # Cached, because each copy from the CPU would wait for the GPU.
+    offsets = torch.tensor(nvfp4.OFFSETS, device=device)[:, None, None]
     return LEVELS.to(device), LEVEL_EDGES.to(device), offsets
 
 
 def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One scale_block of every row: steps 1 and 2 with each scale, then each row's best.
 
-    w (16, N): 16 columns of W; U (16, 16): their part of U -> codes uint8 (16, N), E4M3 codes of
-    the scales (N,), and e / U[i, i] (16, N), which corrects the later columns.
+    w (16, L, N): 16 columns of each W; U (L, 16, 16): their part of each U; global_scale (L, 1) ->
+    codes uint8 (16, L, N), E4M3 codes of the scales (L, N), and e / U[i, i] (16, L, N), which
+    corrects the later columns.
     """
     levels, edges, offsets = constants(w.device)
     usual = nvfp4.e4m3_codes(w.abs().amax(0) / 6, 1 / global_scale)
-    tried = (usual + offsets).clamp(1, 126)                      # (C, N)
+    tried = (usual + offsets).clamp(1, 126)                      # (C, L, N)
     scale = nvfp4.e4m3_value(tried) * global_scale
-    diagonal = U.diagonal()
-    passed_on = (U / diagonal[:, None])[..., None, None]         # U[i, j] / U[i, i]
-    rest = w[:, None].repeat(1, len(scale), 1)                   # (16, C, N): w for each scale
+    U = U.movedim(0, -1)[..., None]                              # (16, 16, L, 1)
+    diagonal = U.diagonal().movedim(-1, 0)                       # (16, L, 1)
+    passed_on = (U / diagonal[:, None])[:, :, None]              # U[i, j] / U[i, i]
+    rest = w[:, None].repeat(1, len(scale), 1, 1)                # (16, C, L, N): w for each scale
     values = torch.empty_like(rest)                              # decoded, in units of the scale
     errors = torch.empty_like(rest)
     columns = zip(rest.unbind(), values.unbind(), errors.unbind())
@@ -176,9 +185,9 @@ def gptq_block(w: Tensor, U: Tensor, global_scale: Tensor) -> tuple[Tensor, Tens
         torch.take(levels, torch.bucketize(column / scale, edges), out=value)      # step 1
         torch.addcmul(column, value, scale, value=-1, out=error)                   # e
         rest[i + 1:].addcmul_(error, passed_on[i, i + 1:], value=-1)               # step 2
-    errors /= diagonal[:, None, None]                            # squared: the cost
-    best = errors.square().sum(0).argmin(0)                      # (N,); the first wins ties
-    at = best.expand(16, 1, -1)
+    errors /= diagonal[:, None]                                  # squared: the cost
+    best = errors.square().sum(0).argmin(0)                      # (L, N); the first wins ties
+    at = best.expand(16, 1, -1, -1)
     codes = nvfp4.e2m1_codes(values.gather(1, at)[:, 0])
     return codes, tried.gather(0, best[None])[0], errors.gather(1, at)[:, 0]
 
@@ -187,30 +196,6 @@ def output_error(w: Tensor, tensors: Nvfp4Tensors, hessian: Tensor) -> float:
     """A token's mean squared output error: tr((W - W4) H (W - W4).T)."""
     wrong = w.float() - nvfp4.dequantize(*tensors, dtype=torch.float32)
     return ((wrong @ hessian) * wrong).sum().clamp(min=0).item()
-
-
-def recorded(function: Callable, *inputs: Tensor) -> Callable:
-    """A function of tensors as a CUDA graph, whose results the next call overwrites; on a CPU, the
-    function itself.
-
-    inputs: tensors with the shapes it will be called with.
-    """
-    # gptq_block makes about 125 small launches, which take longer than the work itself.
-    if not inputs[0].is_cuda:
-        return function
-    held = [x.clone() for x in inputs]
-    function(*held)                      # loads kernels and constants, which a capture can't do
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function(*held)
-
-    def replay(*inputs):
-        for recorded_input, new in zip(held, inputs):
-            recorded_input.copy_(new)
-        graph.replay()
-        return results
-
-    return replay
 
 
 # -----------------------------------------------------------------------------
@@ -250,6 +235,7 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
     gc.collect()                                 # an engine and its graphs refer to each other
+    torch.cuda.empty_cache()                     # does nothing on a CPU
     return [Text(prompt + answer, len(prompt))
             for prompt, answer in zip(rollouts.prompts, rollouts.completions)]
 
@@ -322,8 +308,7 @@ def hessians(layer: Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
             for linear in linears_of(layer)}
 
     def add(linear, x):
-        x = x.float()                                            # sums in fp32
-        sums[linear].addmm_(x.T, x)
+        sums[linear] += mm_fp32(x.T, x)
 
     with listening(layer, add):
         for chunk in chunks:
@@ -334,12 +319,31 @@ def hessians(layer: Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
     return list(sums.values())
 
 
-def best_codes(w: Tensor, hessian: Tensor, scale: Tensor) -> Nvfp4Tensors:
-    """The codes with the lowest output error: GPTQ's, the search's or those rounded to nearest."""
+def best_codes(weights: Sequence[Tensor], hessians: Sequence[Tensor],
+               scales: Sequence[Tensor]) -> list[Nvfp4Tensors]:
+    """The codes of each matrix with the lowest output error: GPTQ's, the search's or those rounded
+    to nearest. Arguments as for gptq().
+    """
     # GPTQ can't revise a column, so it sometimes loses.
-    found = [gptq(w, hessian, scale), nvfp4.quantize(w, scale, hessian.diagonal()),
-             nvfp4.quantize(w, scale, offsets=[0])]
-    return min(found, key=lambda tensors: output_error(w, tensors, hessian))
+    best = []
+    calibrated = gptq(weights, hessians, scales)
+    for w, hessian, scale, tensors in zip(weights, hessians, scales, calibrated):
+        found = [tensors, nvfp4.quantize(w, scale, hessian.diagonal()),
+                 nvfp4.quantize(w, scale, offsets=[0])]
+        best.append(min(found, key=lambda tensors: output_error(w, tensors, hessian)))
+    return best
+
+
+def layers_at_once(layer: Layer) -> int:
+    """How many layers like this one get their codes at a time: as many as fit half of a GPU's free
+    memory; on a CPU, which gains nothing from more, 1.
+    """
+    weights = [linear.weight for linear in linears_of(layer)]
+    if weights[0].device.type != "cuda":
+        return 1
+    # Each H, and for one linear at a time U and W in fp32: twice all of them, to be safe.
+    size = sum(2 * 4 * w.K * (w.K + w.N) for w in weights)
+    return max(1, int(half_of_memory(weights[0].device) / size))
 
 
 def source_of(folder: ModelFolder, device: torch.device) -> WeightReader:
@@ -392,24 +396,35 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
     coded = [chunk.exact for chunk in measured]  # hidden states of the model with new codes
-    for i in tqdm(range(config.layers), unit="layer", disable=None):
-        layer = Layer(config, i, files.read, files.frozen, files.dtype)
-        weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
-                   for linear in linears_of(layer)]   # float16 is finer than the layer's bf16
-        # 1) The exact stream goes through the 16-bit layer and gives H.
-        layer_hessians = hessians(layer, chunks) if texts else [None] * 4
-        for chunk in measured:
-            chunk.exact = chunk.through(layer, chunk.exact)
-        # 2) Each linear gets its codes.
-        for linear, w, hessian in zip(linears_of(layer), weights, layer_hessians):
-            scale = nvfp4.global_scale_for(w)
-            tensors = best_codes(w, hessian, scale) if texts else nvfp4.quantize(w, scale)
-            linear.weight = nvfp4.fuse([tensors], files.dtype)
-            packed, block_scale, global_scale = tensors
-            unfused = zip(linear.names, packed.split(linear.parts), block_scale.split(linear.parts))
-            yield from ((name, (p, s, global_scale)) for name, p, s in unfused)
-        # 3) The held-out texts go through the layer with the new codes too.
-        coded = [chunk.through(layer, hidden) for chunk, hidden in zip(measured, coded)]
+    def read_layer(i):
+        return Layer(config, i, files.read, files.frozen, files.dtype)
+
+    at_once = layers_at_once(read_layer(0)) if texts else 1
+    for first in tqdm(range(0, config.layers, at_once), unit=counted(at_once, "layer"),
+                      disable=None):
+        layers = [read_layer(i) for i in range(first, min(first + at_once, config.layers))]
+        # 1) The exact stream goes through the 16-bit layers and gives H.
+        layer_hessians = []
+        for layer in layers:
+            layer_hessians.append(hessians(layer, chunks) if texts else [None] * 4)
+            for chunk in measured:
+                chunk.exact = chunk.through(layer, chunk.exact)
+        # 2) Each linear gets its codes, in all these layers at once.
+        for linears, their_hessians in zip(zip(*map(linears_of, layers)), zip(*layer_hessians)):
+            weights = [torch.cat([files.read(f"{name}.weight") for name in linear.names]).float()
+                       for linear in linears]    # float16 is finer than the layer's bf16
+            scales = [nvfp4.global_scale_for(w) for w in weights]
+            found = (best_codes(weights, their_hessians, scales) if texts else
+                     map(nvfp4.quantize, weights, scales))
+            for linear, tensors in zip(linears, found):
+                linear.weight = nvfp4.fuse([tensors], files.dtype)
+                packed, block_scale, global_scale = tensors
+                unfused = zip(linear.names, packed.split(linear.parts),
+                              block_scale.split(linear.parts))
+                yield from ((name, (p, s, global_scale)) for name, p, s in unfused)
+        # 3) The held-out texts go through the layers with the new codes too.
+        for layer in layers:
+            coded = [chunk.through(layer, hidden) for chunk, hidden in zip(measured, coded)]
     if texts:
         norm = RMSNorm(files.read("model.norm.weight", config.hidden), config.eps, files.dtype)
         head = embed

@@ -118,21 +118,24 @@ class Sequence:
         return self.finished or self.pos == self.limit
 
 
+def half_of_memory(device: torch.device) -> float:
+    """Bytes: half of a GPU's free memory or, for a CPU, of the machine's memory."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total         # --memory-gib
+        return min(free, allowed - torch.cuda.memory_reserved(device)) / 2
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    return math.inf                              # on Windows, which has no sysconf
+
+
 def allocate_kv(model: Transformer, max_length: int, max_rows: int, kv_gib: float | None) -> Tensor:
     """The KV cache of a Sampler, (L, 2, kv_blocks, KV, KV_BLOCK, d) of zeros in the model's dtype.
     """
     c = model.config
     row_blocks = blocks_for(max_length) + 1      # + 1: for the gap after the prefix
     block_bytes = c.layers * 2 * c.kv_heads * KV_BLOCK * c.head_dim * model.dtype.itemsize
-    memory = math.inf                            # on Windows, which has no sysconf
-    if kv_gib is not None:
-        memory = kv_gib * 2**30
-    elif model.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(model.device)
-        allowed = torch.cuda.get_per_process_memory_fraction(model.device) * total  # --memory-gib
-        memory = min(free, allowed - torch.cuda.memory_reserved(model.device)) / 2
-    elif hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    memory = half_of_memory(model.device) if kv_gib is None else kv_gib * 2**30
     blocks = int(min(max_rows * row_blocks + 1, memory / block_bytes))      # + 1: number 0
     if blocks < row_blocks + 1:
         need = (row_blocks + 1) * block_bytes / 2**30
