@@ -68,6 +68,25 @@ def parser(usage: str, text: str) -> argparse.ArgumentParser:
 
 
 # -----------------------------------------------------------------------------
+# The ranks
+
+def read_number(name: str, default: int, allowed: range) -> int:
+    """A number from the environment. Exits with one line unless it is an allowed one."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in allowed:
+        wanted = "below WORLD_SIZE" if 0 in allowed else "above 0"
+        sys.exit(f"{program()}: the environment says {name}={text}, but it must be a number "
+                 f"{wanted}: unset {name}, or start the program with torchrun")
+    return int(text)
+
+
+# How many processes there are, this one's number, and its number on its machine, from torchrun.
+WORLD = read_number("WORLD_SIZE", 1, range(1, 10**6))
+RANK = read_number("RANK", 0, range(WORLD))
+LOCAL_RANK = read_number("LOCAL_RANK", 0, range(WORLD))
+
+
+# -----------------------------------------------------------------------------
 # Ending
 
 # Signals that end a program: Ctrl-C, a cluster's or torchrun's SIGTERM, and SIGHUP from a closed
@@ -75,8 +94,6 @@ def parser(usage: str, text: str) -> argparse.ArgumentParser:
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 if getattr(signal, "SIGHUP", None) and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     SIGNALS.append(signal.SIGHUP)
-ALONE = os.environ.get("WORLD_SIZE", "1") == "1"           # this process is the only rank
-RANK = os.environ.get("RANK", "0")
 
 
 def stop_on_signal(number: int, frame: object = None) -> None:
@@ -115,14 +132,14 @@ def one_line(save: Callable[[str], str] | None = None) -> Iterator[None]:
                 signal.signal(number, signal.SIG_IGN)
             saved = save(then)
         why = reason(error)
-        who = program() if RANK == "0" else f"{program()}: rank {RANK}"
+        who = program() if RANK == 0 else f"{program()}: rank {RANK}"
         line = f"{who}: {'; '.join(filter(None, (why, saved)))}"
-        if why and ALONE:
+        if why and WORLD == 1:
             sys.exit(line)
-        if RANK == "0" and (why or saved) or why and then == FIX_AND_CONTINUE:
+        if RANK == 0 and (why or saved) or why and then == FIX_AND_CONTINUE:
             print(line, file=sys.stderr, flush=True)
         if not why:
-            if ALONE or isinstance(error, SystemExit):
+            if WORLD == 1 or isinstance(error, SystemExit):
                 raise
             traceback.print_exc()
         end_at_once()

@@ -22,12 +22,12 @@ from tqdm import tqdm
 import rewards
 from adapters import read_peft_config
 from files import UserError, counted, json_line, read_run_json, write_atomically
-from harness import config, memory
+from harness import config, console, memory
 from harness.config import add_flag, number
 from harness.setup import choose_device, open_model
 from prompts import Tokenizer, digest_of, encode_prompts, readable_problems, split_problems
 from ranks import WORLD, say
-from sampler import Sampler, Sampling
+from sampler import Row, Sampler, Sampling
 from tasks import plugin
 from tasks.figures import evaluation_figures, sampler_entropy
 from tasks.problems import has_test_split, load_problems
@@ -169,21 +169,36 @@ def problems_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list:
 
 def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampler: Sampler,
            reward: plugin.Reward | None) -> list[dict]:
-    """-> the graded rows of all answers, in the order of the problems."""
+    """-> the graded rows of all answers, in the order of the problems. --out gets them too, also
+    when the program is interrupted: then those of the problems before the first unfinished one.
+    """
     sampling = Sampling(args.max_new_tokens, tokenizer.end_ids, args.temperature, args.top_k,
                         args.top_p, args.seed)
     prompts = [problem.prompt for problem in problems]
-    # disable=None: no bar in a file.
-    with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0, dynamic_ncols=True,
-              disable=None) as bar:
-        answers = sampler.generate(
-            prompts, args.samples, sampling,
-            progress=lambda _, sequences: bar.update(sum(one.ended for one in sequences)))
-    rows = rewards.grade_rows(tokenizer, problems, answers.rows, args.prompt_style, reward)
-    rows = [row | {"sample": i % args.samples} for i, row in enumerate(rows)]
-    if args.out:
-        write_atomically(args.out, "".join(map(json_line, rows)).encode())
-    return rows
+    graded, ended = [], {}                       # dicts in order; Rows by their number
+
+    def grade_ended(_, sequences):
+        ended.update((s.row, Row(s.prompt, s.completion, torch.tensor(s.logprobs), s.finished))
+                     for s in sequences if s.ended)
+        bar.update(len(ended) - bar.n)
+        while all(len(graded) + i in ended for i in range(args.samples)):
+            group = [ended[len(graded) + i] for i in range(args.samples)]
+            found = rewards.grade_rows(tokenizer, [problems[len(graded) // args.samples]], group,
+                                       args.prompt_style, reward)
+            graded.extend(row | {"sample": i} for i, row in enumerate(found))
+
+    try:
+        # disable=None: no bar in a file.
+        with tqdm(total=len(prompts) * args.samples, unit=" answers", smoothing=0,
+                  dynamic_ncols=True, disable=None) as bar:
+            sampler.generate(prompts, args.samples, sampling, progress=grade_ended)
+    finally:
+        if args.out and graded:
+            write_atomically(args.out, "".join(map(json_line, graded)).encode())
+            if len(graded) < bar.total:
+                print(f"{console.shown(args.out)}: the answers to the first {len(graded) // args.samples:,} of "
+                      f"{counted(len(problems), 'problem')}", file=sys.stderr)
+    return graded
 
 
 # -----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ others save their work, and none of them enters the all_sum.
 
 Not here: model parallelism, elastic restarts.
 """
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,11 +31,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from env import LOCAL_RANK, RANK, WORLD  # noqa: F401
 from files import CONTINUE, Stopped, UserError, first_line
 
-# This process's number, the number of processes, and this process's number on its machine.
-RANK, WORLD, LOCAL_RANK = (int(os.environ.get(name, default)) for name, default in
-                           (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
 # Must exceed the longest wait in a run, when one rank is still sampling long answers after another
 # has finished its short ones, or while rank 0 calibrates a large model. A dead rank's socket
 # closes, so only one that hangs makes the others wait this long.
@@ -57,9 +54,6 @@ def join_ranks(device: torch.device) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
 
-    if RANK >= WORLD:
-        raise UserError(f"the environment says RANK={RANK}, but WORLD_SIZE={WORLD}: unset RANK, or "
-                        "start the program with torchrun")
     if WORLD > 1:
         try:
             interruptible(meet)

@@ -6,6 +6,7 @@ python -m pytest tests/test_evaluate.py -v
 import functools
 import itertools
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from helpers import TEMPLATES, TINY, prompt_of, thinking_tiny, with_acting_adapt
 import adapters
 import evaluate
 import prompts
+import rewards
 import tasks.problems
 from loading import load
 from prompts import Tokenizer, digest_of, split_problems
@@ -66,6 +68,23 @@ def test_greedy_figures_match_written_rows(run):
     assert figures["command"].endswith(f" {' '.join(BASIC)} --limit 40 --out new/a.jsonl")
     for row in written:                                    # the tiny model boxes integers: comparing text is enough
         assert row["correct"] == float(f"\\boxed{{{row['answer']}}}" in row["completion"])
+
+
+def test_interrupted_evaluation_keeps_the_first_problems(run, monkeypatch, capsys):
+    flags = *BASIC, "--limit", 12, "--samples", 2, "--max-rows", 6, "--out"
+    run(*flags, "whole.jsonl")
+    real, calls = rewards.grade_rows, []
+
+    def stopped(*arguments):
+        calls.append(1)
+        if len(calls) == 6:
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(rewards, "grade_rows", stopped)
+    with pytest.raises(SystemExit, match="stopped by SIGINT"):
+        run(*flags, "part.jsonl")
+    assert read("part.jsonl") == read("whole.jsonl")[:10] and "first 5 of 12 problems" in capsys.readouterr().err
 
 
 def test_pass_at_k_matches_written_rows(run):

@@ -71,6 +71,14 @@ with env.one_line():
 # -----------------------------------------------------------------------------
 # Wrong input
 
+@pytest.mark.parametrize("name,value", [
+    *(("WORLD_SIZE", value) for value in ("abc", "", "0", "-2", "1.5")),
+    *((name, value) for name in ("RANK", "LOCAL_RANK") for value in ("abc", "", "-1", "2"))])
+def test_wrong_rank_is_one_line(tmp_path, name, value):
+    status, text = run(cwd=tmp_path, code="import env", **{"WORLD_SIZE": "2", name: value})
+    assert status == 1 and f" {name}={value}, " in text and text.count("\n") == 1
+
+
 @pytest.mark.parametrize("argv,named", [
     (["train.py", "--device", "cuda:77"], "--device cuda:77"),
     *[([*program, "--model", name], f"--model {name}")
