@@ -307,6 +307,8 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
         last = progress.step == settings.steps
         if last or progress.step % settings.save_every == 0:
             run.folder.save()                                                            # to disk
+        if run.tracker:
+            run.tracker.log(metrics, step=metrics["step"])
 
 
 # -----------------------------------------------------------------------------
@@ -324,9 +326,11 @@ def main(arguments: list[str] | None = None,
         run, sample = prepare(settings, earlier), sample_answers
         if change:
             run, sample = change(run)
-    with env.one_line(run.folder.end):           # saves the last complete step first
+    with env.one_line(run.end):                  # saves the last complete step first
         train(run, sample)
         console.farewell(settings, evaluable=change is None)
+        if run.tracker:
+            run.tracker.finish()
     return run
 
 

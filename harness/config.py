@@ -205,6 +205,8 @@ class Watching:
     save_every: int = setting(20, "steps between checkpoints", AT_LEAST_1)
     keep: int | None = setting(None, "keep the adapter of every Nth step in OUT/adapters",
                                AT_LEAST_1)
+    report_to: str = setting("none", "also show the metrics in a tracker, installed with pip",
+                             choices=("none", "trackio", "wandb"))
 
 
 SECTIONS = General, Model, Data, Rollout, Noise, Objective, Optim, Memory, Watching
@@ -294,9 +296,9 @@ def new_parser() -> argparse.ArgumentParser:
 
 # Keys of run.json that aren't settings.
 NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "trained_with", "memory_plan",
-               "resumed", "logs"}
-# Paths that may change when a run is resumed: problems_sha256 and trained_with compare contents.
-MAY_MOVE = "model", "data", "eval_data"
+               "resumed", "logs", "tracked_as"}
+# What may change when a run is resumed. Of paths, problems_sha256 and trained_with compare contents.
+MAY_CHANGE = "model", "data", "eval_data", "report_to"
 
 
 def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
@@ -432,7 +434,7 @@ def check_together(settings: Settings) -> None:
 
 def check_resumed(given: dict, held: dict, about: dict) -> None:
     """UserError if a flag contradicts run.json or another program started the run. --steps may grow
-    and MAY_MOVE may change. held, about: the settings and `about` in run.json.
+    and MAY_CHANGE may differ. held, about: the settings and `about` in run.json.
     """
     now = env.program()
     was = about.get("program", now)
@@ -442,6 +444,6 @@ def check_resumed(given: dict, held: dict, about: dict) -> None:
     for name, value in without_local(given).items():
         had = held.get(name)
         grows = name == "steps" and value > had
-        if value != had and not grows and name not in MAY_MOVE:
+        if value != had and not grows and name not in MAY_CHANGE:
             more = "; it can only be raised" if name == "steps" else ""
             raise UserError(f"--resume: {option(name)} is {value!r}, but the run had {had!r}{more}")

@@ -7,16 +7,19 @@ From settings to a run that is ready to start.
 All checks happen here, before the first step, and the cheap ones before downloading, tokenizing
 and loading weights.
 """
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -29,8 +32,8 @@ import lora
 import nvfp4
 import rewards
 from files import UserError, write_json
-from harness import console, memory
-from harness.config import MAY_MOVE, Model, Objective, Rollout, Settings, without_local
+from harness import console, memory, tracker
+from harness.config import MAY_CHANGE, Model, Objective, Rollout, Settings, without_local
 from harness.console import Watch
 from harness.folder import RunFolder, checkpoints_in, claim
 from learner import Learner
@@ -69,9 +72,19 @@ class Run:
     sampler: Sampler
     folder: RunFolder
     watch: Watch
+    tracker: ModuleType | None                   # the library of --report-to
     flags: dict                                  # run.json without `about`
     reward_sha256: str | None                    # of --reward's file
     earlier: dict | None                         # the run.json of a resumed run
+
+    def end(self, then: str) -> str:
+        """Ends a run that fails or is stopped: RunFolder.end(), and only then the tracker."""
+        saved = self.folder.end(then)
+        if self.tracker:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)         # it may wait for the network
+            with contextlib.suppress(Exception):                 # start() may not have been called
+                self.tracker.finish()
+        return saved
 
 
 def prepare(settings: Settings, earlier: dict | None) -> Run:
@@ -83,6 +96,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     device = choose_device(settings.device, settings.model, settings.kernels)
     memory.bound(settings.memory_gib, device)
     plug_in = plugin.Reward(settings.reward) if settings.reward else None
+    library = tracker.load(settings.report_to)
     out = Path(settings.out)
     folder = ModelFolder(settings.model)
     folder.check_length(settings.max_prompt_tokens + settings.max_new_tokens)
@@ -127,7 +141,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     run_folder = RunFolder(out, state, *result[settings.train])
     say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
-               Watch(settings), flags, plug_in and plug_in.sha256, earlier)
+               Watch(settings), library, flags, plug_in and plug_in.sha256, earlier)
 
 
 CALIBRATION_PROBLEMS = 128                       # as in the study
@@ -146,7 +160,7 @@ def check_same_on_all_ranks(flags: dict) -> None:
     across hosts. Paths may differ, and so may micro-batches, since all ranks use the smallest.
     """
     mine = {name: value for name, value in flags.items()
-            if name not in (*MAY_MOVE, "adapter", "micro_batch_tokens")}
+            if name not in (*MAY_CHANGE, "adapter", "micro_batch_tokens")}
     first, *others = gather([mine])
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
@@ -293,7 +307,7 @@ def begin(run: Run) -> Progress:
                         f"{', '.join(sorted(names))}")
     progress = Progress(**counters)
     if earlier:
-        changes = {name: run.flags[name] for name in (*MAY_MOVE, "steps", "trained_with")
+        changes = {name: run.flags[name] for name in (*MAY_CHANGE, "steps", "trained_with")
                    if run.flags[name] != earlier.get(name)}
         resumed = earlier.get("resumed", [])
         if tell_other_machine([earlier["about"], *resumed][-1], about):
@@ -304,6 +318,8 @@ def begin(run: Run) -> Progress:
             say(f"--steps was {earlier['steps']}, is now {changes['steps']}: the learning rate and "
                 "noise schedules stretch, so both may rise again")
     run.folder.snapshot(dataclasses.asdict(progress))
+    if run.tracker:
+        tracker.start(run.tracker, run.folder)
     if device.type == "cuda":                    # console.farewell() prints training's peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

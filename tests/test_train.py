@@ -679,6 +679,43 @@ def test_log_of_a_fork_is_cut_on_resume(runs, whole):
     assert (folder.path / "mine.jsonl").read_text() == '{"step": 5}\n'
 
 
+WANDB = """
+import json
+calls = open("tracked.jsonl", "a", 1)
+def init(**named): print(json.dumps(["init", named]), file=calls)
+def log(metrics, step): print(json.dumps(["log", step, metrics]), file=calls)
+def finish(): print(json.dumps(["finish"]), file=calls)
+"""
+
+
+def with_trackers(folder, then=None):
+    sys.path.insert(0, str(folder))
+    if then:
+        then()
+
+
+def test_tracker_gets_every_step_of_one_run_and_is_finished(runs, tmp_path):
+    (tmp_path / "trackio.py").touch()                                     # not the package
+    (tmp_path / "wandb.py").write_text(WANDB)
+    fault = functools.partial(with_trackers, tmp_path)
+    log = runs.run("none", "--report-to", "trackio", code=1, fault=fault)
+    assert log == "train.py: --report-to trackio: needs pip install trackio\n" and not (runs.folder / "none").exists()
+    stop = functools.partial(kill_in, "harness.setup", "RunFolder.snapshot", 3, True, signal.SIGINT)
+    flags = "--steps", "3", "--report-to", "wandb"
+    log = runs.run("tracked", *flags, code=1, fault=functools.partial(fault, stop))
+    assert "stopped by SIGINT; step 2 is saved" in log
+    runs.run("tracked", "--resume", fault=fault)
+    calls = [json.loads(line) for line in (runs.folder / "tracked.jsonl").read_text().splitlines()]
+    assert [call[0] for call in calls] == ["init", "log", "log", "finish", "init", "log", "finish"]
+    first, again = (named for name, *(named,) in (calls[0], calls[4]))
+    assert [first[key] for key in ("id", "name", "project")] == [again[key] for key in ("id", "name", "project")]
+    assert again["resume"] == "allow" and first["config"]["steps"] == 3
+    assert [(step, metrics) for name, step, metrics in (calls[1], calls[2], calls[5])] == [
+        *enumerate(map(json.loads, runs.lines("tracked")))]
+    runs.run("tracked", "--resume", "--steps", "4", "--report-to", "none")
+    assert len((runs.folder / "tracked.jsonl").read_text().splitlines()) == len(calls)
+
+
 def test_full_disk_keeps_earlier_checkpoints(runs, whole, longer):
     # state.safetensors takes 4.3 MB. At most 2 MB per file is enough for everything but a checkpoint.
     shutil.copytree(runs.folder / whole, runs.folder / "full")
