@@ -291,6 +291,7 @@ class Shards:
         self.names = {name: self.folder / file for name, file in held}
         self.stamps = {path: stamp(path) for path in self.names.values()}
         self.unread = set(self.names)
+        self.opened = None, None                 # the latest file: its path, and the file
 
     def _file_with(self, name):
         if name not in self.names:
@@ -300,11 +301,12 @@ class Shards:
         if stamp(path) != self.stamps[path]:
             raise UserError(f"{path}: was replaced while being read; try again")
         self.unread.discard(name)
-        return open_tensors(path)
+        if self.opened[0] != path:               # opening takes longer than reading most tensors
+            self.opened = path, open_tensors(path)
+        return self.opened[1]
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        """A tensor as stored. UserError if no file has it. Its file is mapped into memory only for
-        this tensor.
+        """A tensor as stored. UserError if no file has it. One file at a time is mapped into memory.
         """
         return self._file_with(name).get_tensor(name).to(device)
 
