@@ -298,11 +298,14 @@ class Plan:
         """Tries the plan with the pool in place, and drops layers' activations until it fits.
 
         Activations were extrapolated from one layer and one row, and segments may not grow as well
-        as they did without the pool. -> this Plan. UserError if nothing fits next to the pool.
+        as they did without the pool. A plan that leaves a fifth of the memory unused isn't tried.
+        -> this Plan. UserError if nothing fits next to the pool.
         """
         free = self.free - self.pool
         tokens = self.micro_batch_tokens
         layer = self.layer_bytes_per_token * max(tokens, self.row_tokens)
+        if self.measured[tokens] + self.kept_layers * layer < 0.8 * free:
+            return self
         while self.kept_layers and (over := self.worst_case(tokens, self.kept_layers) - free) > 0:
             # Drop the excess layers, or an eighth if the GPU ran out of memory (inf).
             fewer = math.ceil(over / layer) if over < math.inf else self.kept_layers // 8

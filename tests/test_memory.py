@@ -211,6 +211,9 @@ def test_dry_step_drops_only_as_many_layers_as_needed(gpu, monkeypatch):
     worst_case = plan.worst_case
     monkeypatch.setattr(plan, "worst_case", lambda *sizes: worst_case(*sizes) + GIB / 2)
     assert plan.kept_layers == 28 and plan.dry_step().kept_layers == 27
+    plan = gpu.plan(kv_gib=35, tokens=200)                           # needs 32 of 40.6 GiB: too few to be tried
+    monkeypatch.setattr(plan, "worst_case", None)
+    assert plan.dry_step().kept_layers == 28
 
 
 @pytest.mark.parametrize("held_out,max_rows,ranks,rows", [
