@@ -232,6 +232,8 @@ def own_answers(folder: ModelFolder, tokenizer: Tokenizer, problems: list[Proble
     prompts = [p.prompt for p in problems]
     longest = max(map(len, prompts)) + max_new_tokens
     sampler = Sampler(model, longest, min(256, len(prompts)))
+    # On a GPU, a graph for each smaller batch would take longer to capture than it saves here.
+    sampler.engine.sizes = [sampler.max_rows]
     rollouts = sampler.generate(prompts, 1, Sampling(max_new_tokens, tokenizer.end_ids, seed=seed))
     del model, sampler
     gc.collect()                                 # an engine and its graphs refer to each other
@@ -417,8 +419,9 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
             found = (best_codes(weights, their_hessians, scales) if texts else
                      map(nvfp4.quantize, weights, scales))
             for linear, tensors in zip(linears, found):
-                linear.weight = nvfp4.fuse([tensors], files.dtype)
                 packed, block_scale, global_scale = tensors
+                row_scale = global_scale.expand(len(packed))
+                linear.weight = nvfp4.plain_weight(packed, block_scale, row_scale, files.dtype)
                 unfused = zip(linear.names, packed.split(linear.parts),
                               block_scale.split(linear.parts))
                 yield from ((name, (p, s, global_scale)) for name, p, s in unfused)
