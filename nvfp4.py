@@ -154,9 +154,13 @@ def e4m3_value(code: Tensor) -> Tensor:
 
 def e2m1_codes(x: Tensor) -> Tensor:
     """The uint8 E2M1 codes nearest to x, in units of the scale; |x| above 6 saturates."""
-    # The number of edges below |x|. On a CPU this takes half as long as torch.bucketize.
+    # The number of edges below |x|. torch.bucketize is one launch on a GPU, but twice as slow on a
+    # CPU.
     magnitude = x.abs()
-    code = sum((magnitude > edge).to(torch.uint8) for edge in E2M1_EDGES.tolist())
+    if x.is_cuda:
+        code = torch.bucketize(magnitude, E2M1_EDGES.to(x.device), out_int32=True).byte()
+    else:
+        code = sum((magnitude > edge).to(torch.uint8) for edge in E2M1_EDGES.tolist())
     return code | (x < 0).to(torch.uint8) << 3
 
 
