@@ -40,7 +40,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nvfp4 import SCALE_BLOCK, Weight
+from nvfp4 import SCALE_BLOCK, WEIGHTS_AT_A_TIME, Weight
 from ops import mm_fp32
 
 
@@ -298,12 +298,14 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     scale = _cut_into_tiles(scale, TILE_SIDE // SCALE_BLOCK)  # 0 in the padding
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     words = torch.empty(*scale.shape[:3], TILE_SIDE // 4, dtype=torch.int16, device=packed.device)
-    # Band by band, because the codes become int32 on the way: 8 times the bytes of `packed`.
-    for i in range(scale.shape[0]):
-        band = _cut_into_tiles(codes[i * TILE_SIDE:(i + 1) * TILE_SIDE], TILE_SIDE)[0]
+    # Some bands at a time, because the codes become int32 on the way: 8 times the bytes of `packed`.
+    n = max(1, WEIGHTS_AT_A_TIME // (TILE_SIDE * K))
+    rows = codes.split(n * TILE_SIDE)
+    for some_rows, some_scales, some_words in zip(rows, scale.split(n), words.split(n)):
+        bands = _cut_into_tiles(some_rows, TILE_SIDE)
         # A scale of 0 decodes to 2^97 (see part 1), so the codes under it must be 0.
-        under_zero = (scale[i] == 0).repeat_interleave(SCALE_BLOCK, dim=-1)
-        words[i] = _pack_words(band.masked_fill(under_zero, 0))
+        under_zero = (some_scales == 0).repeat_interleave(SCALE_BLOCK, dim=-1)
+        some_words.copy_(_pack_words(bands.masked_fill(under_zero, 0)))
     return PackedWeight(N, K, words, _pack_scales(scale), row_scale)
 
 
