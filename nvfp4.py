@@ -158,7 +158,8 @@ def e2m1_codes(x: Tensor) -> Tensor:
     # CPU.
     magnitude = x.abs()
     if x.is_cuda:
-        code = torch.bucketize(magnitude, E2M1_EDGES.to(x.device), out_int32=True).byte()
+        edges = E2M1_EDGES.to(x.device, non_blocking=True)       # else the copy waits for the GPU
+        code = torch.bucketize(magnitude, edges, out_int32=True).byte()
     else:
         code = sum((magnitude > edge).to(torch.uint8) for edge in E2M1_EDGES.tolist())
     return code | (x < 0).to(torch.uint8) << 3
