@@ -97,7 +97,7 @@ def test_shared_prompt_attention_matches_separate_sequences(both, prompts, group
         assert all(torch.equal(a, b) for a, b in zip((out, *got), repeated))
 
 
-def test_bf16_result_is_rounded_a_few_times():
+def test_bf16_result_is_rounded_a_few_times(both):
     torch.manual_seed(0)
     q, k, v = (torch.randn(300, h, 16).bfloat16() for h in (4, 2, 2))
     out = PackedAttention([300], "cpu")(q, k, v)

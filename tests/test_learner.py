@@ -116,7 +116,8 @@ CLIPS = {"gspo": dict(clip_low=0.05, clip_high=0.05)}
 
 @pytest.mark.parametrize("loss,changes,shape", [
     *((loss, CLIPS.get(loss, {}), "untied") for loss in grpo.LOSSES),
-    ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied")])
+    ("dapo", dict(kl_beta=0.3), "untied"), ("dapo", {}, "qwen3-tied"), ("dapo", {}, "qwen3-untied"),
+    ("dapo", {}, "llama-tied")])
 def test_gradient_matches_float64_autograd(both, tiny, loss, changes, shape):
     changes = changes | {"correction": "ppo"}                             # then the rollout's noise makes the clip bind
     learner, tensors, batch, weights = some_step(tiny, loss, shape=shape, **changes)
@@ -380,8 +381,9 @@ def test_ranks_share_a_step_evenly(ranks):
     prompts, completions = [[b // 8] * 150 for b in range(128)], [[0] * n for n in lengths]
     shares = dealt(prompts, completions, 4096, ranks)
     assert sorted(b for share in shares for rows in share for b in rows) == list(range(128))
-    loads = [sum(sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share)
-             for share in shares]
+    sizes = [[sum(lengths[b] for b in rows) + 150 * len({b // 8 for b in rows}) for rows in share] for share in shares]
+    assert max(map(max, sizes)) <= 4096
+    loads = [*map(sum, sizes)]
     assert sum(loads) / ranks > 0.95 * max(loads)                         # dealt in turn it would be 0.75 to 0.98
 
 
@@ -394,17 +396,3 @@ def test_step_is_packed_alike_on_any_number_of_ranks():
     assert cuts(1000, 1) == cuts(1000, 2) == cuts(1000, 6)                # 26,400 / 4 / 6 = 1,100
     assert [len(cuts(10_000, ranks)) for ranks in (1, 2, 8)] == [3, 8, 64]  # lowered to 3,301 and 826 tokens
     assert [len(cuts(1000, ranks)) for ranks in (6, 8)] == [32, 64]
-
-
-@pytest.mark.parametrize("budget", [1, 50, 333, 10**6])
-def test_micro_batches_have_every_row_within_the_budget(budget):
-    lengths = torch.randint(1, 200, (65,), generator=torch.Generator().manual_seed(budget)).tolist()
-    prompts = [[b // 5] * (1 + b // 5) for b in range(60)]                # 12 prompts of 5 rows each
-    completions = [[0] * n for n in lengths[:60]]
-    batches = packed(prompts, completions, budget)
-    assert sorted(sum(batches, [])) == list(range(60))
-    for rows in batches:
-        firsts = [b for i, b in enumerate(rows) if i == 0 or prompts[rows[i - 1]] != prompts[b]]
-        tokens = sum(lengths[b] for b in rows) + sum(len(prompts[b]) for b in firsts)
-        assert len(rows) == 1 or tokens <= budget
-        assert len({len(prompts[b]) for b in firsts}) == len(firsts) or budget < 10**6   # no prompt twice unless cut

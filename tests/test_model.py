@@ -1,6 +1,6 @@
 """
-Logits and log-probs, on every base, against Qwen2 and Qwen3 in plain float64 (tiny_qwen2.py) and against numbers stored
-from transformers (make_reference.py). test_weights.py tests how folders are read.
+Logits against Qwen2, Qwen3, Llama and Mistral in plain float64 (tiny_qwen2.py) and against numbers stored from
+transformers (make_reference.py). test_learner.py tests log-probs and gradients, test_weights.py how folders are read.
 
 python -m pytest tests/test_model.py -v
 QWEN05=<folder of Qwen2.5-Coder-0.5B-Instruct> python -m pytest tests/test_model.py -k half_b -v
@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP32, plain
+from helpers import FP32, plain, tokens_of
 from safetensors.torch import load_file
-from tiny_qwen2 import GROUPS, SHAPES, merged, plain_logits, random_adapter, set_adapter, write_folder
+from tiny_qwen2 import SHAPES
 
 import lora
-import nvfp4
 from loading import load
 from model import RMSNorm, split_qkv
 
@@ -45,15 +44,6 @@ def test_head_norms_by_hand():
     torch.testing.assert_close(v.double(), heads[:, -KV:], rtol=0, atol=1e-6)
 
 
-def some_tokens(tiny, *shape, seed=5):
-    return torch.randint(tiny.raw["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ragged_rows(tiny, lengths=(7, 2, 33, 2, 12)):
-    flat = some_tokens(tiny, sum(lengths)).split(list(lengths))
-    return [t.tolist() for t in flat]
-
-
 # -----------------------------------------------------------------------------
 # Logits
 
@@ -81,43 +71,9 @@ def test_logits_of_the_real_half_b_match_transformers():
     assert (logprobs - REFERENCE["qwen05.logprobs"]).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("shape,prompt,completions", [
-    ("untied", 1, (3,)), ("tied", 5, (1, 7)), ("ragged", 2, (1, 1, 1)), ("untied", 9, (4, 1, 12, 3, 3)),
-    ("tied", 1, (2, 9, 1, 5, 6, 2, 11, 3)), ("qwen3-tied", 9, (4, 1, 12, 3, 3)), ("qwen3-untied", 5, (1, 7)),
-    ("llama-tied", 9, (4, 1, 12, 3, 3))])
-def test_shared_prompt_gives_each_rows_own_logprobs(tiny, shape, prompt, completions):
-    # Log-probs against a float64 forward of each row, gradients against rows that each compute their own prompt.
-    case = tiny[shape]
-    model, rows = load(case.folder, base="bf16", device="cpu"), []
-    lora.attach(model, rank=4, alpha=8)
-    set_adapter(model, random_adapter(case.raw, 4))
-    sizes = [n for n in (*completions, 4, 6)]
-    flat = some_tokens(case, prompt + 2 + sum(sizes)).tolist()
-    first, other, flat = flat[:prompt], flat[prompt:prompt + 2], flat[prompt + 2:]
-    for i, n in enumerate(sizes):                                         # then a second group, of two
-        rows.append((first if i < len(completions) else other) + flat[:n])
-        flat = flat[n:]
-    starts = [prompt] * len(completions) + [2, 2]
-    weights = torch.linspace(-1, 2, sum(sizes))
-    logprobs, _ = model.token_logprobs(rows, starts, kept_layers=1)
-    tensors = merged(case.tensors, random_adapter(case.raw, 4), 2)
-    want = []
-    for row, start in zip(rows, starts):
-        log_p = plain_logits(case.raw, tensors, torch.tensor(row)).log_softmax(-1)
-        want.append(log_p[range(start - 1, len(row) - 1), row[start:]])
-    assert (logprobs - torch.cat(want)).abs().max() < FP32
-    (logprobs * weights).sum().backward()
-    together = model.adapter.master.grad.clone()
-    model.adapter.master.grad.zero_()
-    for row, start, w in zip(rows, starts, weights.split(sizes)):
-        (model.token_logprobs([row], [start])[0] * w).sum().backward()
-    # The same up to 60 fp32 terms in another order, each with a rounding error of 2^-24.
-    assert (together - model.adapter.master.grad).norm() < 60 * 2**-24 * together.norm()
-
-
 @pytest.mark.parametrize("shape", ["untied", "qwen3-untied"])
 def test_bf16_costs_no_more_than_its_rounding(tiny, shape):
-    case, tokens = tiny[shape], some_tokens(tiny[shape], 2, 20)
+    case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 20)
     with torch.no_grad():
         got = load(case.folder, base="bf16", device="cpu", dtype=torch.bfloat16)(tokens)
     want = plain(case, tokens)
@@ -127,41 +83,13 @@ def test_bf16_costs_no_more_than_its_rounding(tiny, shape):
 
 
 # -----------------------------------------------------------------------------
-# Bases
-
-def dequantized(case, base):
-    """The checkpoint with every linear replaced by its quantized and decoded weights, fp32."""
-    tensors = dict(case.tensors)
-    for i in range(case.raw["num_hidden_layers"]):
-        for group in GROUPS:
-            names = [f"model.layers.{i}.{target}.weight" for target in group]
-            scale = nvfp4.global_scale_for(*(tensors[name] for name in names))
-            for name in names:
-                w = tensors[name]
-                tensors[name] = w.bfloat16().float() if base == "bf16" else nvfp4.dequantize(
-                    *nvfp4.quantize(w, scale), torch.float32)
-    return case._replace(tensors=tensors)
-
-
-@pytest.mark.parametrize("shape,base", [("ragged", "nvfp4"), ("qwen3-tied", "nvfp4"), ("tied", "nvfp4"),
-                                        ("tied", "bf16")])
-def test_quantized_model_matches_its_decoded_weights(tiny, tmp_path, shape, base):
-    tokens, replaced = some_tokens(tiny[shape], 2, 15), dequantized(tiny[shape], base)
-    with torch.no_grad():
-        got = load(tiny[shape].folder, base=base, device="cpu")(tokens)
-        assert (got - plain(replaced, tokens)).abs().max() < FP32
-        assert base == "bf16" or (got - plain(tiny[shape], tokens)).abs().max() > 0.1
-        folder = write_folder(tmp_path / "model", replaced.raw, replaced.tensors)
-        assert torch.equal(got, load(folder, base="bf16", device="cpu")(tokens))
-
-
-# -----------------------------------------------------------------------------
 # Log-probs without the (T, V) tensor
 
 
 def test_all_but_the_last_layers_are_recomputed(tiny):
     """test_learner.py compares the gradients."""
-    model, rows, runs = load(tiny["untied"].folder, base="nvfp4", device="cpu"), ragged_rows(tiny["untied"]), []
+    model, runs = load(tiny["untied"].folder, base="nvfp4", device="cpu"), []
+    rows = [t.tolist() for t in tokens_of(tiny["untied"], 56).split([7, 2, 33, 2, 12])]
     lora.attach(model, rank=4, alpha=8)
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda layer, _: runs.append(layer))
