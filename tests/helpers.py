@@ -29,6 +29,17 @@ def run_main(monkeypatch, program, *arguments):
         return stop.code
 
 
+def write_rows(path, rows):
+    """Writes a JSONL file. -> its path as text"""
+    path = Path(path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def same_bytes(a, b):
     """Equal shapes and bits: -0 differs from 0."""
     return a.shape == b.shape and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))

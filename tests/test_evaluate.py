@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import TEMPLATES, TINY, prompt_of, thinking_tiny, with_acting_adapter
+from helpers import TEMPLATES, TINY, prompt_of, read_rows, thinking_tiny, with_acting_adapter, write_rows
 
 import adapters
 import evaluate
@@ -50,16 +50,12 @@ def run(capsys, monkeypatch, tmp_path, tiny_nvfp4):
     return call
 
 
-def read(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 # -----------------------------------------------------------------------------
 # Figures
 
 def test_greedy_figures_match_written_rows(run):
     figures = run(*BASIC, "--limit", 40, "--out", "new/a.jsonl")
-    written = read("new/a.jsonl")
+    written = read_rows("new/a.jsonl")
     assert [row["id"] for row in written] == [f"arithmetic-test-{i}" for i in range(40)] and figures["n"] == 40
     assert figures["pass@1"][0] == mean([row["correct"] for row in written]) and 0 < figures["pass@1"][0] < 1
     assert figures["length"] == mean([row["length"] for row in written]) == figures["tokens"] / 40
@@ -89,7 +85,7 @@ def test_interrupted_evaluation_keeps_the_first_problems(run, monkeypatch, capsy
 
 def test_pass_at_k_matches_written_rows(run):
     figures = run(*BASIC, "--limit", 6, "--samples", 5, "--temperature", 1, "--out", "s.jsonl")
-    groups = [list(group) for _, group in itertools.groupby(read("s.jsonl"), key=lambda row: row["id"])]
+    groups = [list(group) for _, group in itertools.groupby(read_rows("s.jsonl"), key=lambda row: row["id"])]
     assert [[row["sample"] for row in group] for group in groups] == [[0, 1, 2, 3, 4]] * 6
     share = [mean([row["correct"] for row in group]) for group in groups]
     assert figures["pass@1"][0] == pytest.approx(mean(share))
@@ -125,7 +121,7 @@ def test_unclosed_thinking_is_wrong(name, rules, tmp_path, run):
     model = thinking_tiny(tmp_path / "model", TEMPLATES[name])
     figures = run(*BASIC, "--model", model, "--base", "bf16", "--thinking", "on", "--limit", 20, "--out", "a")
     assert figures["rules"] == rules
-    right = mean([float(f"\\boxed{{{row['answer']}}}" in row["completion"]) for row in read("a")])
+    right = mean([float(f"\\boxed{{{row['answer']}}}" in row["completion"]) for row in read_rows("a")])
     assert right > 0 and figures["format"] == (name == "qwen3")
     assert figures["pass@1"][0] == (right if name == "qwen3" else 0)
 
@@ -162,12 +158,11 @@ def test_wrong_input_is_named(flags, names, run, capsys):
 
 def test_unreadable_golds_are_left_out(tmp_path, run):
     """Even those that a run with its own reward never had to read."""
-    golds = ["7", r"2^{\aleph_0}"] * 30
-    rows = [json.dumps({"question": f"{i} + 1?", "answer": gold}) + "\n" for i, gold in enumerate(golds)]
-    Path("sums.jsonl").write_text("".join(rows))
-    Path("none.jsonl").write_text("".join(rows[1::2]))
+    rows = [{"question": f"{i} + 1?", "answer": gold} for i, gold in enumerate(["7", r"2^{\aleph_0}"] * 30)]
+    write_rows("sums.jsonl", rows)
+    write_rows("none.jsonl", rows[1::2])
     figures = run(*BASIC, "--data", "sums.jsonl", "--limit", 2, "--out", "a.jsonl")
-    assert figures["n"] == 2 and [row["id"] for row in read("a.jsonl")] == ["sums-1", "sums-3"]
+    assert figures["n"] == 2 and [row["id"] for row in read_rows("a.jsonl")] == ["sums-1", "sums-3"]
     run_folder(tmp_path / "run", data=str(tmp_path / "sums.jsonl"), reward="mine:length")
     assert asked(run, "--reward", "none") == ["sums-57", "sums-59"]
     with pytest.raises(SystemExit, match="none.jsonl: has no problem"):
@@ -188,7 +183,7 @@ def test_nan_reward_becomes_null(run):
                               "def two(completion, problem):\n"
                               "    return 2 if problem['id'].endswith('-0') else float('nan')\n")
     figures = run(*BASIC, "--limit", 2, "--reward", "odd:nan", "--out", "a.jsonl")
-    assert figures["mean_reward"] is None and [row["reward"] for row in read("a.jsonl")] == [None, None]
+    assert figures["mean_reward"] is None and [row["reward"] for row in read_rows("a.jsonl")] == [None, None]
     assert run(*BASIC, "--limit", 2, "--reward", "odd:two")["mean_reward"] == 2
 
 
@@ -208,15 +203,14 @@ def run_folder(folder, **flags):
 
 
 def sums(file, count):
-    file.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(count)))
-    return str(file)
+    return write_rows(file, [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(count)])
 
 
 def asked(run, *flags):
     """Runs `evaluate.py run --adapter none`. -> the ids of its problems"""
     Path("asked.jsonl").unlink(missing_ok=True)
     run("run", "--adapter", "none", "--out", "asked.jsonl", *flags)
-    return [row["id"] for row in read("asked.jsonl")]
+    return [row["id"] for row in read_rows("asked.jsonl")]
 
 
 def test_run_sets_flags_and_adapter(adapted, tmp_path, run):
@@ -224,10 +218,10 @@ def test_run_sets_flags_and_adapter(adapted, tmp_path, run):
     adapters.save_adapter(adapted, tmp_path / "run" / "adapter")
     figures = run("run", "--out", "a.jsonl")
     assert figures["base"] == "bf16" and figures["max_new_tokens"] == 20 and figures["adapter"] == "run/adapter"
-    assert [row["id"] for row in read("a.jsonl")] == [f"sums-{i}" for i in range(57, 61)]
-    other = [row["mean_logprob"] for row in read("a.jsonl")]
+    assert [row["id"] for row in read_rows("a.jsonl")] == [f"sums-{i}" for i in range(57, 61)]
+    other = [row["mean_logprob"] for row in read_rows("a.jsonl")]
     asked(run)
-    assert all(row["mean_logprob"] != logprob for row, logprob in zip(read("asked.jsonl"), other, strict=True))
+    assert all(row["mean_logprob"] != logprob for row, logprob in zip(read_rows("asked.jsonl"), other, strict=True))
 
 
 @pytest.mark.parametrize("limit,want", [((), 4), (("--limit", 6), 6), (("--limit", 2), 2)])
@@ -259,16 +253,15 @@ def test_changed_training_file_is_rejected(tmp_path, run):
 def test_run_sets_thinking_and_keeps_its_held_out_split(tmp_path, run):
     # Without thinking, prompts are longer by an empty block, and one problem exceeds the run's limit.
     model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
-    lines = [json.dumps({"question": "1" * n, "answer": "1"}) + "\n" for n in range(40, 60)]
-    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    data = write_rows(tmp_path / "sums.jsonl", [{"question": "1" * n, "answer": "1"} for n in range(40, 60)])
     longest = len(prompt_of(Tokenizer(model, "on"), "1" * 59))
     assert longest < len(prompt_of(Tokenizer(model, "off"), "1" * 59))
-    run_folder(tmp_path / "run", model=str(model), data=str(tmp_path / "sums.jsonl"), thinking="on", max_new_tokens=4,
-               eval_problems=256, max_prompt_tokens=longest)
+    run_folder(tmp_path / "run", model=str(model), data=data, thinking="on", max_new_tokens=4, eval_problems=256,
+               max_prompt_tokens=longest)
     for more in ([], ["--thinking", "off"]):
         assert asked(run, *more) == ["sums-19", "sums-20"]
         prompt = prompt_of(Tokenizer(model, "off" if more else "on"), "1" * 59)
-        assert read("asked.jsonl")[1]["prompt"] == Tokenizer(model).decode(prompt)
+        assert read_rows("asked.jsonl")[1]["prompt"] == Tokenizer(model).decode(prompt)
 
 
 @pytest.mark.parametrize("flags", ["--prompt-style boxed", "--reward mine:length"])
@@ -277,8 +270,7 @@ def test_held_out_split_ignores_prompt_style_and_reward(flags, tmp_path, run):
     # or without needing golds, would count training problems as held out.
     Path("mine.py").write_text("def length(completion, problem):\n    return len(completion)\n")
     golds = [r"2^{\aleph_0}"] * 10 + ["7"] * 30
-    lines = [json.dumps({"question": f"{i}?" + " + 1" * (9 * (i > 36)), "answer": gold}) + "\n"
-             for i, gold in enumerate(golds, 1)]
-    (tmp_path / "sums.jsonl").write_text("".join(lines))
-    run_folder(tmp_path / "run", data=str(tmp_path / "sums.jsonl"), max_new_tokens=4, eval_problems=256)
+    rows = [{"question": f"{i}?" + " + 1" * (9 * (i > 36)), "answer": gold} for i, gold in enumerate(golds, 1)]
+    run_folder(tmp_path / "run", data=write_rows(tmp_path / "sums.jsonl", rows), max_new_tokens=4,
+               eval_problems=256)
     assert asked(run) == asked(run, *flags.split()) == ["sums-38", "sums-39", "sums-40"]

@@ -10,17 +10,12 @@ import re
 
 import huggingface_hub
 import pytest
+from helpers import write_rows
 
 from files import UserError
 from tasks import problems as problems_py
 from tasks.arithmetic import arithmetic, word_problem
 from tasks.problems import GOLDS, Problem, check_source, epoch_order, has_test_split, load_problems, problems_at
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
 
 # -----------------------------------------------------------------------------
 # Rows
@@ -37,7 +32,7 @@ def write(path, *rows):
     ({"question": "q", "answer": "It is 5."}, "It is 5."),                      # only `solution` may be a worked one
 ])
 def test_gold_answers_are_found_in_common_formats(tmp_path, row, answer):
-    assert load_problems(write(tmp_path / "x.jsonl", row)) == [Problem("x-1", "q", answer)]
+    assert load_problems(write_rows(tmp_path / "x.jsonl", [row])) == [Problem("x-1", "q", answer)]
 
 
 @pytest.mark.parametrize("gold,read", [
@@ -99,7 +94,7 @@ def test_parquet_gives_the_same_problems(tmp_path):
 
 
 def test_a_reward_needs_no_gold_answer_and_sees_every_field(tmp_path):
-    (problem,) = load_problems(write(tmp_path / "x.jsonl", {"question": "q", "level": 3}), needs_gold=False)
+    (problem,) = load_problems(write_rows(tmp_path / "x.jsonl", [{"question": "q", "level": 3}]), needs_gold=False)
     assert problem.answer == "" and problem.fields() == {"question": "q", "level": 3, "id": "x-1", "answer": ""}
 
 
@@ -125,20 +120,10 @@ def hub(tmp_path, monkeypatch):
     def has(*files):
         for file in files:
             (tmp_path / file).parent.mkdir(exist_ok=True)
-            write(tmp_path / file, {"problem": file, "answer": "1"})
+            write_rows(tmp_path / file, [{"problem": file, "answer": "1"}])
         monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
         problems_py.hub_files.cache_clear()
     return has
-
-
-def test_the_hub_is_asked_once_for_both_splits(tmp_path, monkeypatch):
-    asked = []
-    for split in ("train", "test"):
-        write(tmp_path / f"{split}.jsonl", {"problem": split, "answer": "1"})
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.append(a) or tmp_path)
-    problems_py.hub_files.cache_clear()
-    assert has_test_split("some/set") and load_problems("some/set", "train") and load_problems("some/set", "test")
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("files,train,test", [

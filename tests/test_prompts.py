@@ -5,10 +5,11 @@ make_chat_reference.py wrote what Qwen's templates produce to chat_reference.jso
 python -m pytest tests/test_prompts.py -v
 """
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ANSWER, QWEN_SYSTEM, ROOT, TEMPLATES, TINY, TURNS, prompt_of, save_tokenizer
+from helpers import ANSWER, QWEN_SYSTEM, ROOT, TEMPLATES, TINY, TURNS, prompt_of, save_tokenizer, write_rows
 
 import prompts as prompts_py
 from files import UserError
@@ -171,17 +172,12 @@ def test_decode_inverts_encode_and_drops_end_token(tmp_path):
     assert tokenizer.vocab_size == 259 and tokenizer.end_ids == [256, 258]
 
 
-@pytest.mark.parametrize("change", [
-    None, lambda text: text[:100], lambda text: text.replace("<|im_start|>", "<s>")])
-def test_wrong_tokenizer_file_is_named(tmp_path, change):
+@pytest.mark.parametrize("damage", [
+    Path.unlink, lambda file: file.write_text(file.read_text()[:100]),
+    lambda file: file.write_text(file.read_text().replace("<|im_start|>", "<s>"))])
+def test_wrong_tokenizer_file_is_named(tmp_path, damage):
     save_tokenizer(tmp_path, TEMPLATES["instruct"])
-    path = tmp_path / "tokenizer.json"
-    if change is None:
-        path.unlink()
-    else:
-        old = path.read_text()
-        path.write_text(change(old))
-        assert path.read_text() != old
+    damage(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer.json: "):
         Tokenizer(tmp_path)
 
@@ -223,17 +219,14 @@ def test_invalid_prompt_function_result_is_rejected(monkeypatch, result):
 
 
 def sums(path, numbers):
-    rows = [json.dumps({"id": i, "question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in numbers]
-    path.write_text("".join(rows))
-    return str(path)
+    return write_rows(path, [{"id": i, "question": f"{i} + 1?", "answer": str(i + 1)} for i in numbers])
 
 
 @pytest.mark.parametrize("reward,kept", [(None, ["1", "2"]), ("my:function", ["1", r"2^{\aleph_0}", "2"])])
 def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward, kept):
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps({"question": "q", "answer": a}) + "\n" for a in ("1", r"2^{\aleph_0}", "2")))
+    path = write_rows(tmp_path / "x.jsonl", [{"question": "q", "answer": a} for a in ("1", r"2^{\aleph_0}", "2")])
     settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
-    assert [p.answer for p in usable_problems(settings, Tokenizer(TINY), str(path), "train")] == kept
+    assert [p.answer for p in usable_problems(settings, Tokenizer(TINY), path, "train")] == kept
     assert ("x.jsonl: 1 problem skipped" in capsys.readouterr().out) == (reward is None)
 
 
