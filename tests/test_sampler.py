@@ -397,17 +397,6 @@ def test_random_requests_match_a_plain_loop():
     assert preempted > 30 and stopped > 300 and shared > 8 and waited > 150      # the interesting cases did occur
 
 
-def test_smallest_pool_takes_a_waiting_prefix_for_the_next_row():
-    # Seven kv_blocks. The prefix of 96 tokens takes three. The second row is preempted with 64 tokens of its own and
-    # comes back with a prefix of five, while the third row still waits for the first prefix.
-    sampler = AuditedSampler(HashModel(), 192, 2, minimal_gib(HashModel(), 192), engine=HashEngine)
-    prompt = [2 + i % 7 for i in range(97)]
-    rollouts = generate(sampler, [prompt], 3, 95)
-    for g in range(3):
-        assert rollouts.completions[g] == plain_completion(prompt, row_key(0, 0, g), 95, ends=())
-    assert sampler.preempted > 0
-
-
 def test_pool_too_small_for_a_sequence_is_refused():
     model = HashModel()
     for kv_gib in (minimal_gib(model, 97, extra=-1), 0):
@@ -489,15 +478,6 @@ def test_prefix_is_prefilled_once_for_any_max_rows(max_rows, ahead):
     prompts = [[3 + n] * 41 for n in range(8)]                            # prefixes of 40 tokens
     sampler.generate(prompts, 8, Sampling([1 + n % 20 for n in range(64)]))
     assert sorted(sampler.engine.prefilled) == [3 + n for n in range(8) for _ in range(40)] and sampler.preempted == 0
-
-
-def test_preempted_row_takes_the_blocks_of_a_waiting_prefix():
-    windows = []
-    # Seven kv_blocks. Rows 4 and 3 are preempted; row 5 of the same group has not run yet.
-    sampler = AuditedSampler(HashModel(), 140, 5, minimal_gib(HashModel(), 140, extra=1), engine=HashEngine)
-    sampler.generate([[3] * 33, [4] * 33], 3, Sampling([100, 10, 40, 70, 70, 70]),
-                     progress=lambda made, sequences: windows.append([s.row for s in sequences]))
-    assert windows[3:6] == [[0, 2, 3, 4], [0, 2], [0, 3]] and sampler.preempted == 3
 
 
 def test_later_turns_have_the_next_seed_and_a_place_per_answer():
