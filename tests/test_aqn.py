@@ -60,16 +60,6 @@ def test_each_schedule_by_hand(schedule):
     assert got == pytest.approx(STAGES[schedule], rel=1e-12)
 
 
-def test_schedules_follow_figure_15():
-    # Nine points of the plot, t = k / 9, read to +-.001. The tenth is 0, which sigma_at never reaches.
-    figure = dict(log=[.050, .035, .026, .020, .015, .011, .008, .005, .002],
-                  linear=[.050, .0445, .039, .033, .028, .0225, .017, .011, .0055],
-                  cosine=[.050, .0485, .044, .0375, .029, .021, .0125, .006, .0015])
-    for schedule, want in figure.items():
-        got = [sigma_at(k + 1, 10, .05, 1e-9, 10, schedule) for k in range(9)]
-        assert got == pytest.approx(want, abs=1e-3), schedule
-
-
 def test_zero_start_is_clean_and_bad_ranges_stop():
     assert sigma_at(500, 600, 0, 5e-4, 10) == 0
     assert sigma_at(500, 600, 1e-2, 1e-2, 10) == pytest.approx(1e-2)      # constant noise is allowed

@@ -199,14 +199,6 @@ def test_killed_calibration_is_named_and_kept(tmp_path):
 # How a run ends
 
 
-def test_out_of_memory_is_one_line_and_saves_step():
-    """test_train.py ends runs by signals, full disks, a reward's error and wrong input."""
-    with pytest.raises(SystemExit) as stop:
-        with one_line(lambda then: "step 7 is saved"):
-            raise torch.OutOfMemoryError("tried to allocate 9 bytes\nsecond line")
-    assert "step 7 is saved" in stop.value.code and "\n" not in stop.value.code
-
-
 def test_bug_keeps_traceback_and_saves_step(capsys):
     with pytest.raises(ZeroDivisionError):
         with one_line(lambda then: "step 7 is saved"):
