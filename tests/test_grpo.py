@@ -209,6 +209,7 @@ def test_add_sums_keeps_the_largest_ratio():
     for sums in (add_sums(a, b), add_sums(b, a)):
         assert summarize(sums)["rollout_is_max"] == pytest.approx(1.5)
     assert add_sums({}, a) is a and summarize({}) == {}
+    assert a["clip_ratio_high"] == one_token(0.5, 0.0)[2]["clip_ratio_low"] == 0      # without advantage, no clip
 
 
 def test_impossible_settings_stop():

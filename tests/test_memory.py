@@ -87,7 +87,7 @@ def gpu(monkeypatch, loaded):
     return gpu
 
 
-def test_plan_adds_up_to_limit_and_leaves_no_gradient(gpu, capsys):
+def test_plan_adds_up_to_limit_and_leaves_no_gradient(gpu, capsys, monkeypatch):
     gpu.adapter.master.grad.fill_(1)
     plan = gpu.plan(48.0, tokens=200)
     *parts, together = [float(size) for size in re.findall(r"([\d.]+) GiB", capsys.readouterr().out)]
@@ -95,6 +95,9 @@ def test_plan_adds_up_to_limit_and_leaves_no_gradient(gpu, capsys):
     assert plan.measured[200] == 4 * GIB
     assert plan.free / GIB == pytest.approx(48 - 2 - 0.6 - 0.03 * 48, abs=0.02)
     assert not gpu.adapter.master.grad.any()
+    monkeypatch.setattr(memory, "LARGEST_PREFILL", memory.LARGEST_PREFILL + 2**20)
+    width, ffn = TINY["hidden_size"], TINY["intermediate_size"]
+    assert plan.free - gpu.plan(48.0, tokens=200).free == 2**20 * (10 * ffn + 20 * width)
 
 
 @pytest.mark.parametrize("base,some,expands", [("bf16", False, 0), ("nvfp4", False, 1), ("nvfp4", True, 1)])

@@ -240,7 +240,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
     assert f"1 prompt skipped, longer than --max-prompt-tokens {most}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("count,asked,held", [(50, 49, 5), (50, 0, 5), (3000, 0, 256), (9, 4, 1), (50, 3, 3)])
+@pytest.mark.parametrize("count,asked,held", [(59, 49, 5), (59, 0, 5), (3000, 0, 256), (9, 4, 1), (50, 3, 3)])
 def test_end_of_file_is_held_out_and_reported(tmp_path, capsys, count, asked, held):
     path = sums(tmp_path / "sums.jsonl", range(count))
     kept, held_out = split_problems(Data(data=path, eval_problems=asked), Tokenizer(TINY))
