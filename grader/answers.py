@@ -40,7 +40,7 @@ from functools import lru_cache
 from typing import NamedTuple, Union
 from zlib import crc32
 
-from grader.decimals import INFINITY, ONE, PI, E, I, Number, apply_function, mp, settle, unknown
+from grader.decimals import DEGREE, INFINITY, ONE, PI, E, I, Number, apply_function, mp, settle, unknown
 
 MAX_ANSWER = 6_000     # characters; a longer answer equals only itself
 MAX_DEPTH = 60         # of nested operands: far less than Python's recursion limit allows
@@ -291,7 +291,7 @@ class Point:
     def compute(self, op: str, x: Reading, y: Reading) -> Reading:
         """x op y of two numbers, or of a tuple and a number."""
         if op == "-":
-            return self.compute("+", x, self.compute("*", y, -ONE))
+            return self.compute("+", x, negative(y))
         if y.kind == "()" and op == "*":
             x, y = y, x
         y = number(y)
@@ -315,6 +315,10 @@ def number(x: Reading) -> Number:
     if x.kind == "%":
         return Number(x.items[0].value / mp.mpf(100))
     return x if x.kind == "number" else x.items[0] if x.kind == "mod" else Number(unknown(x))
+
+
+def negative(x: Reading) -> Reading:
+    return Group("()", [*map(negative, x.items)]) if x.kind == "()" else -number(x)
 
 
 # -----------------------------------------------------------------------------
@@ -434,7 +438,7 @@ class Reader:
         signs = self.tokens[start:self.at]
         value = self.expression(max(floor, SUM)) if signs else self.primary()  # -2^2 is -4
         if signs.count("-") % 2:
-            value = -value if value.kind == "number" else self.point.compute("*", value, -ONE)
+            value = negative(value)
         while BINDING[op := self.operator()] > floor:
             value = self.infix(value, op, start)
         self.stops = outer
@@ -464,7 +468,7 @@ class Reader:
             before = self.tokens[self.at - 1]
             right = self.expression(BINDING[op])
             is_mixed = op == "mixed" and left == self.literal(before)
-            return compute("+" if is_mixed else "*", left, right)
+            return compute("mixed" if is_mixed else "*", left, right)
         if op == ":":
             return self.ratio(left, start)
         self.take()
@@ -474,7 +478,7 @@ class Reader:
             self.point.spend(5)
             return Group("%", [number(left)])
         if op == "°":  # matters only in sin, cos, ...: elsewhere 30° is 30
-            return compute("/", compute("*", left, PI), Number(180)) if self.trig else left
+            return compute("*", left, DEGREE) if self.trig else left
         right = self.expression(BINDING[op] - (op == "^"))  # a^b^c is a^(b^c)
         if op == r"\setminus":
             return without(left, right)

@@ -36,6 +36,7 @@ class Number(NamedTuple):
     value: Value
     digits: int = 0
     unit: Value = 0
+    form: tuple = ()             # how it was written, if forms.py asks
 
     kind = "number"              # as every reading in answers.py has
 
@@ -120,7 +121,7 @@ def factorial(n: Value) -> Value:
 
 
 FORMULAS = {
-    "+": add, "*": lambda x, y: x * y, "/": divide, "^": power,
+    "+": add, "mixed": add, "*": lambda x, y: x * y, "/": divide, "^": power,
     r"\mod": lambda x, n: x % n if isinstance(x, int) and isinstance(n, int) else unknown(x, n),
     "exp": exp, "ln": mp.log, "log": lambda x, base: divide(mp.log(x), mp.log(base)),
     "sin": sin, "cos": cos,
@@ -137,6 +138,7 @@ FORMULAS = {
 ONE = Number(1)
 I = Number(mp.mpc(0, 1))
 PI = Number(mp.pi + 0)
+DEGREE = Number(mp.pi / 180)
 E = Number(mp.exp(1))
 INFINITY = Number(unknown("infinity"), digits=-1)  # equals only itself; no arithmetic with it
 

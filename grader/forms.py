@@ -7,137 +7,127 @@ How an equal answer may be written. These have the gold answer's value but earn 
 """
 import re
 from collections import Counter
+from collections.abc import Iterator
+from math import lcm
+from typing import NamedTuple
 
 from grader import answers
-from grader.answers import Reading, clean, is_equal, names_in
-from grader.decimals import settle
+from grader.answers import Reading, clean, is_equal, number
+from grader.decimals import Number, Value, divide, settle
 
 # -----------------------------------------------------------------------------
 # Unfinished arithmetic
 
-# -5, .5, 50%, 1/2, \frac12 or 3\frac12, as tokens with spaces between
-N = r"[-+(\[{ ]*[0-9.]+[ )\]}%°]*"
-NUMBER = re.compile(rf"{N}(?:/ {N}|\\frac {N}{N})?|[-({{ ]*\\frac {N}{N}")
-MULTIPLE = re.compile(r"[-(\\frac{ ]*([0-9]+) (?![!^])[^-+]*?(?<![.0-9])([0-9]+)[ )}]*")  # 12\pi / 3
-MANY = 2 ** 20 * 3 ** 8 * 5 ** 8 * 7 ** 3 * 11 * 13  # a multiple of most denominators
+class Form(NamedTuple):
+    r"""How a number was written, as far as later arithmetic with it depends on that."""
+    kind: str = ""         # of a rational number: "number" 2, "fraction" 1/2, "10^" or "computed"
+    terms: tuple = ()      # the values of a sum's terms; else the number's own
+    factor: Value = 0      # the rational number in a product, 6 in 6\pi; 0 if there is none
+    marks: frozenset = frozenset()     # arithmetic left undone; "free" if there are variables
 
 
-class Inspector(answers.Reader):
-    r"""A reader that notes the tokens where arithmetic is left undone: an operator between two
-    numbers, as in 2+x+3 and 2\pi*3; + 0, * 1, / 1; a number made of parts that are none, such as
-    \sqrt2\sqrt8; a quotient that is an integer.
+COMPUTED = ("10^", "computed")
+MANY = lcm(*range(1, 60)) * 10 ** 4  # a multiple of most denominators
 
-    Counted as finished: a fraction, a mixed number, 3*10^4, and a power, root, factorial or binomial of numbers
-    that is an item, or one side of a fraction, by itself.
-    """
 
-    def __init__(self, tokens: list[str], point: answers.Point):
-        super().__init__(tokens, point)
-        self.undone = []       # indices of tokens
-        self.called = set()    # functions of numbers; those of a variable compute nothing
-        self.spans = {}        # the end and value of each expression, by its start
-        self.counts = {}       # numbers among the terms or factors so far, by the chain's start
+def is_rational(x: Value) -> bool:
+    return isinstance(x, int) or isinstance(settle(x * MANY), int)
 
-    def kind(self, start: int, end: int, value: Reading) -> str:
-        """A rational number is "number" as in 1/2, or "computed" as in 2^10; others are ""."""
-        if value.kind not in answers.SCALAR or names_in(self.tokens[start:end]) \
-                or not isinstance(settle(answers.number(value).value * MANY), int):
-            return ""
-        return "number" if NUMBER.fullmatch(" ".join(self.tokens[start:end])) else "computed"
 
-    def expression(self, floor: int = 0, stops: frozenset | None = None) -> Reading:
-        start = self.at
-        self.last = super().expression(floor, stops)
-        self.spans[start] = self.at, self.last
-        side = "".join(self.tokens[start:self.at])
-        if floor == answers.RELATION and self.tokens[start - 1] == "=" and re.search("[0-9]", side):
-            self.undone = [i for i in self.undone if not self.chain <= i < start]  # 7+12=19 is 19
-        return self.last
+def form_of(x: Number) -> Form:
+    """The form of a literal, which has no other, is "number"; that of pi, e and i is ""."""
+    is_literal = isinstance(x.value, int) or x.digits > 0
+    return x.form or Form("number" * is_literal, (x.value,), x.value * is_literal)
 
-    def relation(self, left: Reading, start: int) -> Reading:
-        self.chain = start
-        return super().relation(left, start)
 
-    def primary(self) -> Reading:
-        at = self.at
-        value = super().primary()
-        if self.tokens[at] == r"\frac":
-            middle, top = self.spans[at + 1]
-            self.judge("/", at, (at + 1, middle, top), (middle, *self.spans[middle]), value)
-        return value
+class Inspector(answers.Point):
+    """A point that computes as all do, and notes on each number how it was written."""
 
-    def function(self, name: str, opener: str = "") -> Reading:
-        at = self.at
-        value = super().function(name, opener)
-        tokens = self.tokens[at:self.at]
-        if name == "sqrt" and self.kind(at, self.at, self.last) and {*"^!", r"\sqrt"} & {*tokens}:
-            self.undone.append(at)
-        if name not in ("sqrt", "exp") and not names_in(tokens):
+    def variable(self, name: str) -> Number:
+        x = super().variable(name)
+        return x._replace(form=Form("", (x.value,), 0, frozenset({"free"})))
+
+    def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
+        found = super().apply(name, *args, work=work)
+        values = [number(x).value for x in args] + [found.value]
+        forms = [form_of(number(x)) for x in args]
+        kinds = [form.kind for form in forms]
+        marks = frozenset().union(*(form.marks for form in forms))
+        kind = ""
+        if name in ("+", "*", "/", "mixed") and all(kinds) or is_rational(found.value):
+            is_fraction = name in ("/", "mixed") and not {*kinds} & {*COMPUTED}
+            kind = "fraction" if is_fraction else "10^" if name == "^" and values[0] == 10 \
+                else "computed"
+        terms, factor = (found.value,), found.value if kind else 0
+        if name in ("+", "*", "/", "^"):
+            x, y = forms
+            self.spend(len(x.terms))  # as many divisions
+            if kind and not all(kinds) or is_undone(name, x, y, *values):  # \sqrt2\sqrt8 is 4
+                marks |= {"sum"}
+            terms = x.terms + y.terms if name == "+" else terms
+            factor = factor or name == "*" and (x.factor or y.factor)
+        elif name in ("factorial", "binom", "mixed"):  # (3!)!
+            marks |= {"sum"} if {*kinds} & {*COMPUTED} else set()
+        elif name == r"\mod":  # 3 mod 7 is done, 10 mod 7 is not
+            marks |= {"mod"} if values[0] != values[2] else set()
+        elif name != "exp" and "free" not in marks:  # \sin x computes nothing
             is_angle = name.removeprefix("arc") in answers.TRIG
-            self.called.add("trig" if is_angle else name.replace("ln", "log"))
-        return value
-
-    def infix(self, left: Reading, op: str, start: int) -> Reading:
-        at = self.at
-        value = super().infix(left, op, start)
-        right = at + (op not in ("beside", "mixed"))
-        if op in ("+", "-", "*", "/", "^", "beside") or op == "mixed" and at > start + 1:
-            self.judge(op, at, (start, at, left), (right, self.at, self.last), value)
-        elif op == "!" and self.kind(start, at, left) == "computed" \
-                or op == ":" and value.kind == "number" and isinstance(value.value, int):
-            self.undone.append(at)
-        elif op == r"\mod" and value.kind == "mod" and value.items[0] != left:
-            self.called.add("mod")
-        return value
-
-    def judge(self, op: str, at: int, first: tuple, second: tuple, value: Reading) -> None:
-        """Notes token `at` if `first op second` is undone; each is a start, an end and a value."""
-        start = min(at, first[0])
-        whole = self.kind(start, self.at, value)
-        parts = [self.kind(*first), self.kind(*second)]
-        bare = ["".join(self.tokens[a:b]).strip("(){}[]+-") for a, b, _ in (first, second)]
-        if op == "/":
-            found = MULTIPLE.fullmatch(" ".join(self.tokens[start:self.at])) if parts[1] else None
-            undone = "computed" in parts or found and int(found[1]) % int(found[2]) == 0
-            if all(parts):
-                undone = isinstance(value.value, int) or whole != "number" and len({*parts}) == 1
-        elif op == "^":
-            undone = "computed" in parts or bare[1] in ("0", "1")
-        else:
-            key = start, op in "+-"
-            count = self.counts.get(key, parts[0] != "") + (parts[1] != "")
-            self.counts[key] = count
-            undone = "computed" in parts or count > 1 or ("0" if op in "+-" else "1") in bare
-            if self.tokens[at:at + 3] == ["*", "10", "^"] and parts[0] == "number" and count == 2:
-                undone = False
-        if undone or whole and not all(parts) or op == "/" and bare[1] == "1":
-            self.undone.append(at)
+            marks |= {"trig" if is_angle else name.replace("ln", "log")}
+        return found._replace(form=Form(kind, terms, factor, marks))
 
 
-def undone(answer: str) -> tuple[int, set[str]]:
-    """The number of items whose arithmetic is undone, and the functions applied to numbers."""
+def is_undone(op: str, x: Form, y: Form, first: Value, second: Value, value: Value) -> bool:
+    r"""Does `first op second` leave arithmetic undone? A fraction, 3*10^4, and a power, root,
+    factorial or binomial of numbers, by itself or as one side of a fraction, is done.
+    """
+    computed = [form.kind in COMPUTED for form in (x, y)]
+    if value == first:  # x + 0, x * 1, x / 1, x^1
+        return True
+    if op == "+":  # terms whose quotient is rational could be one: 2 + 3, 2x + 3 + 5, x + 2x
+        return value == second or all((x.kind, y.kind)) or any(computed) or any(
+            is_rational(divide(a, b)) for a in x.terms for b in y.terms)
+    if op == "*":
+        if (x.kind, y.kind) == ("number", "10^"):
+            return False
+        return value in (second, -first, -second) or any(computed) or x.factor and y.factor
+    if op == "/":  # 144/2, 12\pi/2, 1/2/3, 4!/2^5; but 4!/7 is done
+        return y.kind and x.factor and isinstance(settle(divide(x.factor, second)), int) \
+            or all(computed) or all((x.kind, y.kind)) and "fraction" in (x.kind, y.kind)
+    return any(computed) or value == 1
+
+
+def undone(reading: Reading) -> Iterator[str]:
+    """The marks of each number in a reading."""
+    if reading.kind == "number":
+        yield from form_of(reading).marks - {"free"}
+    elif reading.kind in ("eq", "rel"):
+        for side in reading.sides:
+            yield from undone(side.value)
+    else:
+        for item in reading.items:
+            yield from undone(item)
+
+
+def inspect(answer: str) -> Counter:
+    """Counts the items of an answer that leave a kind of arithmetic undone."""
     s = clean(answer)
     choice = answers.CHOSEN.fullmatch(s)
     s = answers.split_unit(choice[2] if choice else s)[0]
     if re.fullmatch(r"(?:[A-Za-z] ?= ?)?[-+]?[0-9.]+", s):
-        return 0, set()  # quickly, since most answers are
+        return Counter()  # quickly, since most answers are
     try:
         read = answers.Answer(s)
-        inspector = Inspector(read.branches[0], answers.Point(read.names))
-        inspector.listing(("",))
+        return Counter(undone(read.at(Inspector(read.names))))
     except answers.UNREADABLE:
-        return 0, set()
-    return len({sum(token in (",", ";", "&", r"\\") for token in inspector.tokens[:at])
-                for at in inspector.undone}), inspector.called
+        return Counter()
 
 
 def is_unfinished(answer: str, gold: str) -> bool:
     """Does an answer leave more arithmetic undone than the gold answer, as 48+24 does for 72?"""
     if clean(answer) == clean(gold):
         return False
-    count, called = undone(answer)
-    most, known = undone(gold) if count or called else (0, called)
-    return count > most or not called <= known
+    found = inspect(answer)
+    return bool(found and found - inspect(gold))
 
 
 # -----------------------------------------------------------------------------
