@@ -23,7 +23,7 @@ import math
 import re
 from typing import Callable, NamedTuple
 
-from grader.answers import DOUBT, is_equal
+from grader.answers import DOUBT, clean, is_equal
 from grader.boxes import last_box
 from grader.forms import is_copied, is_padded, is_unfinished
 
@@ -73,7 +73,7 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed") 
     style: the form that the prompt asked for, "boxed" or "tags".
     """
     answer, rule = extract(completion)
-    correct = int(answer is not None and is_equal(answer, gold) and (answer == gold or not (
+    correct = int(answer is not None and is_equal(answer, gold) and (clean(answer) == clean(gold) or not (
         is_unfinished(answer, gold) or is_copied(answer, question, gold)
         or is_padded(answer, question, gold))))
     well_formed = format_tags(completion) if style == "tags" else int(rule == "box")

@@ -23,6 +23,7 @@ mp.dps = 100
 Value = Union[int, mpf, mpc]     # integers are always int
 
 ROUNDING = mp.mpf("1e-50")       # relative; smaller differences are rounding errors
+PRECISION = 166                  # the same in bits
 LOST = mp.mpf("1e-45")           # relative; a smaller term of a sum has lost its digits
 MAX_BITS = 6_600                 # of a power of integers: 2,000 digits
 MAX_FACTORIAL = 3_000
@@ -56,10 +57,11 @@ def settle(z: Value) -> Value:
         return z
     if not mp.isfinite(z):
         raise ZeroDivisionError("no value")
-    dust = ROUNDING * abs(z)
-    if abs(z.imag) > dust or abs(z) > 10 ** (mp.dps - 5):
+    size = mp.mag(z)             # bits before the point
+    if mp.mag(z.imag) > size - PRECISION or size > mp.prec - 16:
         return z
-    return z.real if abs(z.real - mp.nint(z.real)) > dust else int(mp.nint(z.real))
+    near = mp.nint(z.real)
+    return int(near) if mp.mag(z.real - near) <= size - PRECISION else z.real
 
 
 def unknown(*key) -> Value:

@@ -7,7 +7,6 @@ How an equal answer may be written. These have the gold answer's value but earn 
 """
 import re
 from collections import Counter
-from collections.abc import Iterator
 from math import lcm
 from typing import NamedTuple
 
@@ -19,25 +18,28 @@ from grader.decimals import Number, Value, divide, settle
 # Unfinished arithmetic
 
 class Form(NamedTuple):
-    r"""How a number was written, as far as later arithmetic with it depends on that."""
+    r"""How a number was written, as far as arithmetic with it depends on that."""
     kind: str = ""         # of a rational number: "number" 2, "fraction" 1/2, "10^" or "computed"
-    terms: tuple = ()      # the values of a sum's terms; else the number's own
-    factor: Value = 0      # the rational number in a product, 6 in 6\pi; 0 if there is none
+    terms: tuple = ()      # the values of the terms of a sum, or the number itself
+    factor: Value = 0      # the rational factor of a product, 6 in 6\pi, or the number itself
     marks: frozenset = frozenset()     # arithmetic left undone; "free" if there are variables
 
 
-COMPUTED = ("10^", "computed")
-MANY = lcm(*range(1, 60)) * 10 ** 4  # a multiple of most denominators
+FAMILIES = {"ln": "log", **{arc + name: "trig" for name in answers.TRIG for arc in ("", "arc")}}
+COMPUTED = {"10^", "computed"}
+MANY = lcm(*range(1, 60)) * 10 ** 4    # a multiple of most denominators
 
 
 def is_rational(x: Value) -> bool:
     return isinstance(x, int) or isinstance(settle(x * MANY), int)
 
 
-def form_of(x: Number) -> Form:
-    """The form of a literal, which has no other, is "number"; that of pi, e and i is ""."""
+def formed(x: Reading) -> Number:
+    """A reading as an operand with a form: integers and decimals are rational, pi, e and i not."""
+    x = number(x)
     is_literal = isinstance(x.value, int) or x.digits > 0
-    return x.form or Form("number" * is_literal, (x.value,), x.value * is_literal)
+    return x._replace(form=x.form or Form(
+        "number" * is_literal, (x.value,), x.value * is_literal))
 
 
 class Inspector(answers.Point):
@@ -45,78 +47,74 @@ class Inspector(answers.Point):
 
     def variable(self, name: str) -> Number:
         x = super().variable(name)
-        return x._replace(form=Form("", (x.value,), 0, frozenset({"free"})))
+        return x._replace(form=Form(terms=(x.value,), marks=frozenset({"free"})))
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
-        found = super().apply(name, *args, work=work)
-        values = [number(x).value for x in args] + [found.value]
-        forms = [form_of(number(x)) for x in args]
-        kinds = [form.kind for form in forms]
-        marks = frozenset().union(*(form.marks for form in forms))
-        kind = ""
-        if name in ("+", "*", "/", "mixed") and all(kinds) or is_rational(found.value):
-            is_fraction = name in ("/", "mixed") and not {*kinds} & {*COMPUTED}
-            kind = "fraction" if is_fraction else "10^" if name == "^" and values[0] == 10 \
-                else "computed"
-        terms, factor = (found.value,), found.value if kind else 0
+        result = super().apply(name, *args, work=work)
+        x, *_, y = xs = [formed(x) for x in (args[0], *args)]
+        marks = frozenset().union(*(x.form.marks for x in xs))
+        are_rational = all(x.form.kind for x in xs)
+        kind, terms, factor = "", (result.value,), 0
+        if name in ("+", "*", "/") and are_rational or is_rational(result.value):
+            is_fraction = name in ("/", "mixed") and not {x.form.kind, y.form.kind} & COMPUTED
+            is_power = name == "^" and x.value == 10
+            kind = "fraction" if is_fraction else "10^" if is_power else "computed"
+            factor = result.value
+        if name == "+":
+            terms = x.form.terms + y.form.terms
+            self.spend(len(terms))
+        elif name == "*":
+            factor = factor or x.form.factor or y.form.factor
+        undone = ""
         if name in ("+", "*", "/", "^"):
-            x, y = forms
-            self.spend(len(x.terms))  # as many divisions
-            if kind and not all(kinds) or is_undone(name, x, y, *values):  # \sqrt2\sqrt8 is 4
-                marks |= {"sum"}
-            terms = x.terms + y.terms if name == "+" else terms
-            factor = factor or name == "*" and (x.factor or y.factor)
-        elif name in ("factorial", "binom", "mixed"):  # (3!)!
-            marks |= {"sum"} if {*kinds} & {*COMPUTED} else set()
-        elif name == r"\mod":  # 3 mod 7 is done, 10 mod 7 is not
-            marks |= {"mod"} if values[0] != values[2] else set()
-        elif name != "exp" and "free" not in marks:  # \sin x computes nothing
-            is_angle = name.removeprefix("arc") in answers.TRIG
-            marks |= {"trig" if is_angle else name.replace("ln", "log")}
-        return found._replace(form=Form(kind, terms, factor, marks))
+            if kind and not are_rational or is_undone(name, x, y, result.value):  # \sqrt2\sqrt8 = 4
+                undone = "sum"
+        elif name in ("factorial", "binom"):  # (3!)!
+            undone = COMPUTED & {x.form.kind, y.form.kind} and "sum"
+        elif name == r"\mod":  # 3 mod 7 is done
+            undone = result.value != x.value and "mod"
+        elif name not in ("mixed", "exp") and "free" not in marks:  # \sin x computes nothing
+            undone = FAMILIES.get(name, name)
+        marks |= {undone} if undone else set()
+        return result._replace(form=Form(kind, terms, factor, marks))
 
 
-def is_undone(op: str, x: Form, y: Form, first: Value, second: Value, value: Value) -> bool:
-    r"""Does `first op second` leave arithmetic undone? A fraction, 3*10^4, and a power, root,
-    factorial or binomial of numbers, by itself or as one side of a fraction, is done.
+def is_undone(op: str, x: Number, y: Number, result: Value) -> bool:
+    r"""Does `x op y` leave arithmetic undone? A fraction, 3*10^4, and a power, root, factorial or
+    binomial of numbers, by itself or as one side of a fraction, is done.
     """
-    computed = [form.kind in COMPUTED for form in (x, y)]
-    if value == first:  # x + 0, x * 1, x / 1, x^1
+    kinds = [x.form.kind, y.form.kind]
+    computed = [kind in COMPUTED for kind in kinds]
+    if op == "/":  # 144/2, 12\pi/2, x/1, 1/2/3, 4!/2^5; but 4!/7 is done
+        is_whole = y.form.kind and isinstance(settle(divide(x.form.factor, y.value)), int)
+        return is_whole or result == x.value or all(computed) or all(kinds) and "fraction" in kinds
+    if op == "^":
+        return any(computed) or result in (1, x.value)
+    if op == "*" and kinds == ["number", "10^"]:
+        return False
+    if any(computed) or result in (x.value, y.value, -x.value, -y.value):  # x + 0, -1 * x
         return True
-    if op == "+":  # terms whose quotient is rational could be one: 2 + 3, 2x + 3 + 5, x + 2x
-        return value == second or all((x.kind, y.kind)) or any(computed) or any(
-            is_rational(divide(a, b)) for a in x.terms for b in y.terms)
-    if op == "*":
-        if (x.kind, y.kind) == ("number", "10^"):
-            return False
-        return value in (second, -first, -second) or any(computed) or x.factor and y.factor
-    if op == "/":  # 144/2, 12\pi/2, 1/2/3, 4!/2^5; but 4!/7 is done
-        return y.kind and x.factor and isinstance(settle(divide(x.factor, second)), int) \
-            or all(computed) or all((x.kind, y.kind)) and "fraction" in (x.kind, y.kind)
-    return any(computed) or value == 1
+    if op == "*":  # 2\pi * 3
+        return bool(x.form.factor and y.form.factor)
+    return all(kinds) or any(  # 2 + 3, x + 3 + 2, 2x + 3x
+        is_rational(divide(a, b)) for a in x.form.terms for b in y.form.terms)
 
 
-def undone(reading: Reading) -> Iterator[str]:
-    """The marks of each number in a reading."""
-    if reading.kind == "number":
-        yield from form_of(reading).marks - {"free"}
-    elif reading.kind in ("eq", "rel"):
-        for side in reading.sides:
-            yield from undone(side.value)
-    else:
-        for item in reading.items:
-            yield from undone(item)
+def undone(reading: Reading) -> list[str]:
+    """The marks of all numbers in a reading."""
+    if isinstance(reading, Number):
+        return [*formed(reading).form.marks - {"free"}]
+    parts = reading.items if isinstance(reading, answers.Group) else \
+        [side.value for side in reading.sides]
+    return [mark for part in parts for mark in undone(part)]
 
 
 def inspect(answer: str) -> Counter:
     """Counts the items of an answer that leave a kind of arithmetic undone."""
     s = clean(answer)
     choice = answers.CHOSEN.fullmatch(s)
-    s = answers.split_unit(choice[2] if choice else s)[0]
-    if re.fullmatch(r"(?:[A-Za-z] ?= ?)?[-+]?[0-9.]+", s):
-        return Counter()  # quickly, since most answers are
     try:
-        read = answers.Answer(s)
+        read = answers.Answer(answers.split_unit(choice[2] if choice else s)[0])
         return Counter(undone(read.at(Inspector(read.names))))
     except answers.UNREADABLE:
         return Counter()
@@ -124,8 +122,6 @@ def inspect(answer: str) -> Counter:
 
 def is_unfinished(answer: str, gold: str) -> bool:
     """Does an answer leave more arithmetic undone than the gold answer, as 48+24 does for 72?"""
-    if clean(answer) == clean(gold):
-        return False
     found = inspect(answer)
     return bool(found and found - inspect(gold))
 
