@@ -15,7 +15,7 @@ it parses, once per point. Each section of this file is one step:
 A Reading is the value of an answer at one point:
 
     Number                  complex, in 100 digits; two are equal if 50 digits agree
-    Group(kind, items)      a tuple, interval, list, set or union; also 50%, 3 mod 7, 1:2:3
+    Group(kind, items)      a tuple, interval, list, set or union; also 1:2:3
     Relation                x = 5 or 0 < x <= 1: the operators, and the sides with their tokens
 
 The worst error is accepting a wrong answer, because training then rewards it. So a decimal equals a
@@ -236,8 +236,8 @@ def split_unit(s: str) -> tuple[str, set[str]]:
 # 2. Numbers: the value of an answer at one point
 
 class Group(NamedTuple):
-    """Several readings, or one with a mark such as % that is not part of its value."""
-    kind: str              # brackets such as "()" or "(]", "list", "set", "union", "%", "mod", ":"
+    """Several readings."""
+    kind: str              # brackets such as "()" or "(]", "list", "set", "union" or ":"
     items: list            # a matrix's rows, as tuples; a column's cells
 
 
@@ -309,12 +309,10 @@ class Point:
 
 
 def number(x: Reading) -> Number:
-    """A reading as an operand: 50% is 1/2, 10 mod 7 is 3. A set, a tuple or a relation becomes an
-    unknown number, so that 2\\{1,2\\} equals only itself.
+    """A reading as an operand. A set, a tuple or a relation becomes an unknown number, so that
+    2\\{1,2\\} equals only itself.
     """
-    if x.kind == "%":
-        return Number(x.items[0].value / mp.mpf(100))
-    return x if x.kind == "number" else x.items[0] if x.kind == "mod" else Number(unknown(x))
+    return x if x.kind == "number" else Number(unknown(x))
 
 
 def negative(x: Reading) -> Reading:
@@ -433,12 +431,9 @@ class Reader:
         outer = self.stops
         self.stops = outer if stops is None else stops
         start = self.at
-        while self.peek() in ("+", "-"):
-            self.at += 1
-        signs = self.tokens[start:self.at]
-        value = self.expression(max(floor, SUM)) if signs else self.primary()  # -2^2 is -4
-        if signs.count("-") % 2:
-            value = negative(value)
+        sign = self.accept("+", "-")
+        value = self.expression(max(floor, SUM)) if sign else self.primary()  # -2^2 is -4
+        value = negative(value) if sign == "-" else value
         while BINDING[op := self.operator()] > floor:
             value = self.infix(value, op, start)
         self.stops = outer
@@ -475,8 +470,7 @@ class Reader:
         if op == "!":
             return self.point.apply("factorial", left)
         if op == "%":  # applies to all of 3\frac14%
-            self.point.spend(5)
-            return Group("%", [number(left)])
+            return number(left).times(mp.mpf(1) / 100)._replace(mark="%")
         if op == "°":  # matters only in sin, cos, ...: elsewhere 30° is 30
             return compute("*", left, DEGREE) if self.trig else left
         right = self.expression(BINDING[op] - (op == "^"))  # a^b^c is a^(b^c)
@@ -486,7 +480,7 @@ class Reader:
             return Group("union", [part for x in (left, right)
                                    for part in (x.items if x.kind in ("union", "set") else [x])])
         value = compute(op, left, right)
-        return Group("mod", [value, right]) if op == r"\mod" else value
+        return value._replace(mark=number(right).value) if op == r"\mod" else value
 
     def ratio(self, left: Reading, start: int) -> Reading:
         """2:3 is the number 2/3. Three parts are a group, and so are hours and minutes: 10:30 is
@@ -516,16 +510,15 @@ class Reader:
             sides.reverse()
         if not set(ops) <= {"=", "≈"}:
             return Relation("rel", ops, sides)
+        numbers = [x.value if x.value.kind == "number" and not names_in(x.tokens) else None
+                   for x in sides]
+        for op, a, b in zip(ops, numbers, numbers[1:]):
+            if a and b and not (same_number(a, b, self.point) if op == "=" else
+                                abs(a.value - b.value) < (b.unit or 1)):
+                raise SyntaxError("false equation")  # 41 = 42, and 12 ≈ 13 would be two answers
         if "≈" in ops and not label(sides[ops.index("≈")].tokens):
-            exact, near = (side.value for side in sides[ops.index("≈"):][:2])
-            if exact.kind == near.kind == "number" and not any(names_in(x.tokens) for x in sides) \
-                    and abs(exact.value - near.value) >= (near.unit or 1):
-                raise SyntaxError("no approximation")  # 12 ≈ 13 would be two answers
             sides = sides[:ops.index("≈") + 1]
-        numbers = [x.value for x in sides if x.value.kind in SCALAR and not names_in(x.tokens)]
-        if not all(same_number(a, b, self.point) for a, b in zip(numbers, numbers[1:])):
-            raise SyntaxError("false equation")
-        if len(sides) in (1, len(numbers)):
+        if len(sides) == 1 or all(numbers):
             return sides[-1].value
         return Relation("eq", ["="], [sides[0], sides[-1]])
 
@@ -540,10 +533,9 @@ class Reader:
             return self.function(ENCLOSING[token], token)
         if token in CLOSERS:
             return self.group(token)
-        if token == r"\frac":
-            return self.point.compute("/", self.argument(), self.argument())
-        if token == r"\binom":
-            return self.point.apply("binom", self.argument(), self.argument())
+        if token in (r"\frac", r"\binom"):
+            op = "/" if token == r"\frac" else "binom"
+            return self.point.compute(op, self.argument(), self.argument())
         if token == r"\matrix":
             rows = self.rows("&", r"\\", (r"\end",))
             is_column = len(rows) > 1 and max(map(len, rows)) == 1
@@ -592,8 +584,6 @@ class Reader:
         arguments = self.listing(CLOSERS[opener]) if opener else \
             [self.expression(SUM, self.stops | BARE_STOPS)]
         self.trig -= name in TRIG
-        if name == "log" and not marks and len(arguments) == 1:
-            marks["_"] = Number(10)
         value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
@@ -606,27 +596,25 @@ def without(line: Reading, points: Reading) -> Group:
     return Group("union", [Group("()", [*pair]) for pair in zip(ends, ends[1:])])
 
 
-class Answer:
-    r"""A cleaned answer as a function of its variables. \pm makes two branches."""
+def branches(s: str) -> list[list[str]]:
+    r"""The tokens of a cleaned answer; \pm makes two lists of them."""
+    upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
+    lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
+    return [tokenize(text) for text in dict.fromkeys((upper, lower))]
 
-    def __init__(self, s: str):
-        upper = s.replace(r"\pm", "+").replace(r"\mp", "-")
-        lower = s.replace(r"\pm", "-").replace(r"\mp", "+")
-        self.branches = [tokenize(text) for text in dict.fromkeys((upper, lower))]
-        self.names = names_in(self.branches[0])
 
-    def at(self, point: Point) -> Reading:
-        items = []
-        for tokens in self.branches:
-            branch = Reader(tokens, point).listing(("",))
-            items += [item for item in branch if repr(item) not in map(repr, items)]  # 0, \pm 2
-        return items[0] if len(items) == 1 else Group("list", items)
+def read(answer: list[list[str]], point: Point) -> Reading:
+    """The value at a point of an answer's branches."""
+    items = []
+    for tokens in answer:
+        branch = Reader(tokens, point).listing(("",))
+        items += [item for item in branch if repr(item) not in map(repr, items)]  # 0, \pm 2
+    return items[0] if len(items) == 1 else Group("list", items)
 
 
 # -----------------------------------------------------------------------------
 # 4. Comparison
 
-SCALAR = ("number", "%", "mod")
 BRACKETS = ("()", "[]", "(]", "[)")
 LABEL_MARKS = {*"(){},*/:|", r"\frac", r"\langle", r"\rangle"}
 
@@ -654,25 +642,26 @@ def may_rename(a: tuple, b: tuple) -> bool:
     return x == y or bool(are_plain) or x.partition("_")[0] == y or y.partition("_")[0] == x
 
 
-def same_number(a: Reading, b: Reading, point: Point) -> bool:
+def same_number(a: Number, b: Number, point: Point) -> bool:
     """50% is 0.5 and also 50, because the question often has the sign. But 0.5% is not 0.5, and
     2500% is not 25, since that could let an answer be wrong by a factor of 100. 3 mod 7 is 10 mod 7
     and 3.
     """
-    if a.kind == b.kind == "mod" and not same(a.items[1], b.items[1], point):
+    if a.mark and b.mark and a.mark != b.mark:
         return False
     for one, other in ((a, b), (b, a)):
-        if one.kind == "%" != other.kind and same_number(one.items[0], other, point):
-            return abs(one.items[0].value) >= 1
-    x, y = number(a), number(b)
-    if a.kind != b.kind and "%" in (a.kind, b.kind) and abs(x.value) >= 2:
-        return False
-    return x == y or rounds_to(x, y) or rounds_to(y, x)
+        if one.mark == "%" and not other.mark:
+            if are_close(one.times(100), other):
+                return abs(other.value) >= 1
+            if abs(other.value) >= 2:
+                return False
+    return are_close(a, b)
 
 
-def rounds_to(decimal: Number, x: Number) -> bool:
-    """A decimal of six digits or more stands for any value x that rounds to it."""
-    return decimal.digits >= 6 and settle(2 * abs(x.value - decimal.value) / decimal.unit) <= 1
+def are_close(a: Number, b: Number) -> bool:
+    """Equal, or a decimal of six digits or more and a value that rounds to it."""
+    return a == b or any(
+        x.digits >= 6 and settle(2 * abs(y.value - x.value) / x.unit) <= 1 for x, y in ((a, b), (b, a)))
 
 
 def same(a: Reading, b: Reading, point: Point) -> bool:
@@ -689,12 +678,12 @@ def in_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
 
 def in_any_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
     """Matches one to one: 2, 3, 3 is 3, 2, 3 but not 2, 2, 3."""
-    if len(a) != len(b):
-        return False
     left = list(b)
     for x in a:
-        at = next((i for i, y in enumerate(left) if same(x, y, point)), -1)
-        left = left[:at] + left[at + 1:] if at >= 0 else left
+        at = next((i for i, y in enumerate(left) if same(x, y, point)), None)
+        if at is None:
+            return False
+        del left[at]
     return not left
 
 
@@ -802,19 +791,19 @@ def same_brackets(a: Group, b: Reading, point: Point) -> bool:
 
 RULES = {
     "eq": same_relation, "list": same_collection, "set": same_collection, "rel": same_relation,
-    **dict.fromkeys(("union", ":", *BRACKETS), same_brackets), **dict.fromkeys(SCALAR, same_number)}
+    **dict.fromkeys(("union", ":", *BRACKETS), same_brackets), "number": same_number}
 RANKS = {kind: i for i, kind in enumerate(RULES)}
 
 
-def same_function(a: Answer, b: Answer) -> bool:
+def same_function(a: list[list[str]], b: list[list[str]]) -> bool:
     """Are they equal at six points? Points where one has no value (a pole, lost digits) are
     skipped, but at least three must remain.
     """
-    point = Point(a.names | b.names)
+    point = Point(names_in(a[0] + b[0]))
     found = 0
     for point.index in range(len(RANGES) if point.names else 1):
         try:
-            if not same(a.at(point), b.at(point), point):
+            if not same(read(a, point), read(b, point), point):
                 return False
             found += 1
         except (ArithmeticError, ValueError, TypeError):  # TypeError: complex numbers have no order
@@ -867,17 +856,16 @@ def same_answer(a: str, b: str) -> bool:
         choice = CHOSEN.fullmatch(one)
         if choice and not CHOSEN.fullmatch(other):
             return choice[1] == letter if letter in [*"ABCDEFGH"] else same_answer(choice[2], other)
-    if all(words):
-        return words[0] == words[1]
-    for one, other in ((a, b), (b, a)):
         based = re.fullmatch(r"([0-9]+)\s*_\s*\{?\s*([0-9]+)\s*\}?", one)
         if based and based[1] == other and int(max(other)) < int(based[2]):
             return True  # 52_8 = 52: the question often has the base; but 4_2 is no number
+    if all(words):
+        return words[0] == words[1]
     (a, unit), (b, other_unit) = split_unit(a), split_unit(b)
     # 5 cm is 5 but not 5 m; 5 people is 5 students but not 5 cm; 10:30 am is not 10:30
     if unit != other_unit and (unit and other_unit or ":" in a):
         return False
-    return same_function(Answer(a), Answer(b))
+    return same_function(branches(a), branches(b))
 
 
 def can_read(gold: str) -> bool:
@@ -887,8 +875,8 @@ def can_read(gold: str) -> bool:
     try:
         s = clean(gold)
         if 0 < len(s) <= MAX_ANSWER and not word_key(s):
-            answer = Answer(split_unit(s)[0])
-            answer.at(Point(answer.names))
+            answer = branches(split_unit(s)[0])
+            read(answer, Point(names_in(answer[0])))
         return 0 < len(s) <= MAX_ANSWER
     except UNREADABLE as error:
         return isinstance(error, ArithmeticError)  # readable, but this point is a pole

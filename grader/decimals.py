@@ -37,6 +37,7 @@ class Number(NamedTuple):
     value: Value
     digits: int = 0
     unit: Value = 0
+    mark: Union[str, Value] = ""  # "%", or 7 in 3 mod 7
     form: tuple = ()             # how it was written, if forms.py asks
 
     kind = "number"              # as every reading in answers.py has
@@ -46,6 +47,9 @@ class Number(NamedTuple):
         x, y = self.value, other.value
         error = 0 if isinstance(x, int) and isinstance(y, int) else ROUNDING
         return abs(x - y) <= error * max(abs(x), abs(y))
+
+    def times(self, factor: Value) -> "Number":
+        return self._replace(value=settle(factor * self.value), unit=abs(factor) * self.unit)
 
     def __neg__(self) -> "Number":
         return self._replace(value=-self.value)
@@ -125,7 +129,7 @@ def factorial(n: Value) -> Value:
 FORMULAS = {
     "+": add, "mixed": add, "*": lambda x, y: x * y, "/": divide, "^": power,
     r"\mod": lambda x, n: x % n if isinstance(x, int) and isinstance(n, int) else unknown(x, n),
-    "exp": exp, "ln": mp.log, "log": lambda x, base: divide(mp.log(x), mp.log(base)),
+    "exp": exp, "ln": mp.log, "log": lambda x, base=10: divide(mp.log(x), mp.log(base)),
     "sin": sin, "cos": cos,
     "tan": lambda x: divide(sin(x), cos(x)), "cot": lambda x: divide(cos(x), sin(x)),
     "sec": lambda x: divide(1, cos(x)), "csc": lambda x: divide(1, sin(x)),

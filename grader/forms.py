@@ -26,6 +26,7 @@ class Form(NamedTuple):
 
 
 FAMILIES = {"ln": "log", **{arc + name: "trig" for name in answers.TRIG for arc in ("", "arc")}}
+ARITHMETIC = ("+", "*", "/", "^", r"\mod", "mixed", "factorial", "binom", "exp")
 COMPUTED = {"10^", "computed"}
 MANY = lcm(*range(1, 60)) * 10 ** 4    # a multiple of most denominators
 
@@ -65,17 +66,11 @@ class Inspector(answers.Point):
             self.spend(len(terms))
         elif name == "*":
             factor = factor or x.form.factor or y.form.factor
-        undone = ""
-        if name in ("+", "*", "/", "^"):
-            if kind and not are_rational or is_undone(name, x, y, result.value):  # \sqrt2\sqrt8 = 4
-                undone = "sum"
-        elif name in ("factorial", "binom"):  # (3!)!
-            undone = COMPUTED & {x.form.kind, y.form.kind} and "sum"
-        elif name == r"\mod":  # 3 mod 7 is done
-            undone = result.value != x.value and "mod"
-        elif name not in ("mixed", "exp") and "free" not in marks:  # \sin x computes nothing
-            undone = FAMILIES.get(name, name)
-        marks |= {undone} if undone else set()
+        if name in ARITHMETIC:
+            is_left = kind and not are_rational or is_undone(name, x, y, result.value)
+            marks |= {"arithmetic"} if is_left else set()  # \sqrt2\sqrt8 = 4 and 2 + 2
+        elif "free" not in marks:  # \sin x computes nothing
+            marks |= {FAMILIES.get(name, name)}
         return result._replace(form=Form(kind, terms, factor, marks))
 
 
@@ -85,6 +80,10 @@ def is_undone(op: str, x: Number, y: Number, result: Value) -> bool:
     """
     kinds = [x.form.kind, y.form.kind]
     computed = [kind in COMPUTED for kind in kinds]
+    if op == r"\mod":  # 3 mod 7 is done
+        return result != x.value
+    if op in ("mixed", "factorial", "binom", "exp"):  # (3!)!
+        return any(computed)
     if op == "/":  # 144/2, 12\pi/2, x/1, 1/2/3, 4!/2^5; but 4!/7 is done
         is_whole = y.form.kind and isinstance(settle(divide(x.form.factor, y.value)), int)
         return is_whole or result == x.value or all(computed) or all(kinds) and "fraction" in kinds
@@ -114,8 +113,8 @@ def inspect(answer: str) -> Counter:
     s = clean(answer)
     choice = answers.CHOSEN.fullmatch(s)
     try:
-        read = answers.Answer(answers.split_unit(choice[2] if choice else s)[0])
-        return Counter(undone(read.at(Inspector(read.names))))
+        read = answers.branches(answers.split_unit(choice[2] if choice else s)[0])
+        return Counter(undone(answers.read(read, Inspector(answers.names_in(read[0])))))
     except answers.UNREADABLE:
         return Counter()
 
