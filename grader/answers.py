@@ -111,6 +111,9 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     (r"(?<!\\)\\[;: ]|\\q?quad|\\(?:thin|med|en)space" + NO_LETTER, " "),
     # \dfrac, \leq, \cdot: see RENAME
     (r"\\([A-Za-z]+)", lambda match: RENAME.get(match[1], match[0])),
+    # \frac12, \frac1{72} and \log_23: the argument is one digit
+    (r"(\\(?:frac|binom)|\\log\s*_)\s*([0-9])", r"\1{\2}"),
+    (r"(\\(?:frac|binom)\s*\{[^{}]*\}\s*)([0-9])", r"\1{\2}"),
     # \mathbb{R}
     (r"\\mathbb\s*\{?\s*R\b\s*\}?", r"(-\\infty,\\infty)"),
     # \begin{pmatrix} ... \end{pmatrix}, or an array{cc} in brackets
@@ -560,10 +563,7 @@ class Reader:
         return items[0] if len(items) == 1 and kind in ("()", "[]", "list") else Group(kind, items)
 
     def argument(self) -> Reading:
-        r"""An argument as in LaTeX: a group, or a single digit or token (\frac12, \frac1{72})."""
-        token = self.peek()
-        if len(token) > 1 and token.isdigit():
-            self.tokens[self.at:self.at + 1] = token[0], token[1:]
+        r"""An argument as in LaTeX: a group or a single token."""
         return self.expression(POSTFIX)  # nothing binds tighter: one operand
 
     def function(self, name: str, opener: str = "") -> Reading:
@@ -571,7 +571,7 @@ class Reader:
         if name == "sqrt":
             [degree] = self.listing(("]",)) if self.accept("[") else [Number(2)]
             exponent = self.point.compute("/", ONE, degree)
-            return self.point.compute("^", self.expression(POSTFIX), exponent)
+            return self.point.compute("^", self.argument(), exponent)
         marks = {}  # base and exponent
         while mark := self.accept("_", "^"):
             marks[mark] = self.argument()

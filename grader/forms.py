@@ -128,9 +128,6 @@ def is_unfinished(answer: str, gold: str) -> bool:
 # -----------------------------------------------------------------------------
 # Copies and choices
 
-# 1,234.5 is one symbol, \frac12 is three.
-SYMBOL = re.compile(r"\\[A-Za-z]+|(?<=\\frac|binom)\s*[0-9]"
-                    r"|[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+|[^\s(){}+*,]")
 # What makes values a formula; -5 and 2\pi have none. 60 decimals come from \overline.
 OPERATOR = re.compile(rf"[^\s=(\[{{,<>]\s*-|[+*/^|:]|!(?!=)|\.[0-9]{{60}}"
                       rf"|\\(?:frac|binom|mod|lfloor|lceil|{'|'.join(answers.FUNCTIONS)})")
@@ -140,11 +137,9 @@ SPAN = re.compile(r"\$\$?((?:\\.|[^$\\])+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)"
 
 
 def symbols(s: str) -> Counter:
-    r"""All symbols but brackets, + and *; a number is one symbol. x+\frac12 and 1/2 + x have the
-    same ones.
-    """
-    return Counter("/" if symbol == r"\frac" else symbol.strip().replace(",", "")
-                   for symbol in SYMBOL.findall(s))
+    r"""All tokens but brackets, + and *. x+\frac12 and 1/2 + x have the same ones."""
+    tokens = answers.tokenize(s.replace(r"\frac", "/"))
+    return Counter(token for token in tokens if token not in (*r"(){}+*,", r"\{", r"\}"))
 
 
 def is_copied(answer: str, question: str, gold: str) -> bool:
