@@ -823,7 +823,7 @@ def word_key(s: str) -> str:
     Ignores case in long words and initials, but not in short names: r is not R, AB is not ab.
     """
     bare = re.sub(r"[«»\s(){}.\"]", "", s)
-    if not bare.isalpha() or bare in ("pi", *INFINITIES):
+    if not bare.isalpha():
         return ""
     if len(bare) == 1:  # (c) is a choice
         return bare.upper() if ")" in s and bare in "abcdefgh" else bare

@@ -94,19 +94,19 @@ def divide(x: Value, y: Value) -> Value:
 
 def limited(function: Callable, least: Value = 0) -> Callable:
     """`function`, but with ArithmeticError for arguments that lose digits: cos(1e-60) would be 1.
-    Values below `least` become 0.
+    Values below `least` become 0, as sin(pi) must; those above 1 / least are poles.
     """
     def checked(z):
         if z and not LOST <= abs(z) <= MAX_ARGUMENT:
             raise ArithmeticError("digits are lost")
         value = function(z)
+        if least * abs(value) > 1:
+            raise ArithmeticError("a pole")
         return value if abs(value) >= least else 0
     return checked
 
 
 exp = limited(mp.exp)
-sin = limited(mp.sin, ROUNDING)  # sin(pi) is a rounding error
-cos = limited(mp.cos, ROUNDING)
 
 
 def power(x: Value, n: Value) -> Value:
@@ -130,10 +130,8 @@ FORMULAS = {
     "+": add, "mixed": add, "*": lambda x, y: x * y, "/": divide, "^": power,
     r"\mod": lambda x, n: x % n if isinstance(x, int) and isinstance(n, int) else unknown(x, n),
     "exp": exp, "ln": mp.log, "log": lambda x, base=10: divide(mp.log(x), mp.log(base)),
-    "sin": sin, "cos": cos,
-    "tan": lambda x: divide(sin(x), cos(x)), "cot": lambda x: divide(cos(x), sin(x)),
-    "sec": lambda x: divide(1, cos(x)), "csc": lambda x: divide(1, sin(x)),
-    "arcsin": limited(mp.asin), "arccos": limited(mp.acos), "arctan": limited(mp.atan),
+    **{name: limited(getattr(mp, name.replace("arc", "a")), ROUNDING)
+       for name in "sin cos tan cot sec csc arcsin arccos arctan".split()},
     "abs": abs, "factorial": factorial, "max": lambda *xs: max(xs), "min": lambda *xs: min(xs),
     "gcd": lambda *xs: unknown("gcd", *sorted(xs, key=abs)),
     "binom": lambda n, k: divide(factorial(n), factorial(k) * factorial(add(n, -k))),

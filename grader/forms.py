@@ -7,6 +7,7 @@ How an equal answer may be written. These have the gold answer's value but earn 
 """
 import re
 from collections import Counter
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -85,7 +86,8 @@ def is_undone(op: str, x: Number, y: Number, result: Value) -> bool:
     if op in ("mixed", "factorial", "binom", "exp"):  # (3!)!
         return any(computed)
     if op == "/":  # 144/2, 12\pi/2, x/1, 1/2/3, 4!/2^5; but 4!/7 is done
-        is_whole = y.form.kind and isinstance(settle(divide(x.form.factor, y.value)), int)
+        is_whole = x.form.factor and y.form.kind and isinstance(
+            settle(divide(x.form.factor, y.value)), int)
         return is_whole or result == x.value or all(computed) or all(kinds) and "fraction" in kinds
     if op == "^":
         return any(computed) or result in (1, x.value)
@@ -142,6 +144,15 @@ def symbols(s: str) -> Counter:
     return Counter(token for token in tokens if token not in (*r"(){}+*,", r"\{", r"\}"))
 
 
+@lru_cache(1_000)  # a group of answers shares its question
+def formulas(question: str) -> list[tuple[str, Counter]]:
+    """The formulas of a question and each of their sides, with their symbols."""
+    spans = [clean("".join(filter(None, match.groups())).strip(" .,;?"))
+             for match in SPAN.finditer(question)]
+    parts = dict.fromkeys(part for span in spans for part in (span, *re.split("[=,;<>≈]", span)))
+    return [(part, symbols(part)) for part in parts if OPERATOR.search(part)]
+
+
 def is_copied(answer: str, question: str, gold: str) -> bool:
     r"""Does the answer only copy a formula of the question, as \binom{18}{12} for 18564 does? True
     if it has all symbols of a formula that equals the gold answer, which is written otherwise. More
@@ -149,19 +160,9 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
     """
     whole, known = answers.split_unit(clean(answer))[0], symbols(clean(gold))
     all_sides, last = symbols(whole), symbols(whole.partition("≈")[0].rpartition("=")[2])
-    if not all_sides - known or not OPERATOR.search(whole):
-        return False
-    for match in SPAN.finditer(question):
-        raw = "".join(filter(None, match.groups())).strip(" .,;?")
-        if raw.isalnum():  # $x$ and $5$, most often
-            continue
-        formula = clean(raw)
-        for part in {formula, *re.split("[=,;<>≈]", formula)}:
-            copied = symbols(part)
-            if not copied - (all_sides if "=" in part else last) and copied - known \
-                    and OPERATOR.search(part) and is_equal(part, gold):
-                return True
-    return False
+    return any(not copied - (all_sides if "=" in formula else last)  # 7+12=19 is no copy
+               and copied - known and is_equal(formula, gold)
+               for formula, copied in formulas(question))
 
 
 def is_padded(answer: str, question: str, gold: str) -> bool:
