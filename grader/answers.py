@@ -463,9 +463,9 @@ class Reader:
         if op in RELATIONS:
             return self.relation(left, start)
         if op in ("beside", "mixed"):
-            before = self.tokens[self.at - 1]
             right = self.expression(BINDING[op])
-            is_mixed = op == "mixed" and left == self.literal(before)
+            written = "".join(self.tokens[start:self.at])
+            is_mixed = re.fullmatch(r"[0-9]+\\frac[{}0-9]+", written)  # but 2\frac x3 is 2x/3
             return compute("mixed" if is_mixed else "*", left, right)
         if op == ":":
             return self.ratio(left, start)
@@ -722,11 +722,13 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
 
 
 def total(equation: Relation) -> Reading | None:
-    """m + n = 116 -> 116: problems ask for m + n. None if the left isn't a sum of names."""
+    """m + n = 116 -> 116: problems ask for m + n. None if the left isn't a sum of names, and for
+    x + y + z = 0, which is a plane.
+    """
     left, right = equation.sides
     names = [token for token in left.tokens if token not in ("+", "-")]
     is_sum = label(names) and len(names_in(names)) > 1 and left.tokens[0] == names[0]
-    return right.value if is_sum and not names_in(right.tokens) else None
+    return right.value if is_sum and not names_in(right.tokens) and right.tokens != ["0"] else None
 
 
 def interval(relation: Relation) -> Group | None:

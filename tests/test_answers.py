@@ -77,7 +77,7 @@ floor(n/2) == \lfloor\frac n2\rfloor    |5 \bmod 3| == 2    x!\neq1 == x! \ne 1 
 \sin\pi == 0    e^{i\pi}+1 == 0    \sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt6} == 0
 \left(\frac{1+i\sqrt3}{2}\right)^{3} == -1    3^{50}\sqrt2 == \sqrt{2}\cdot3^{50}
 2^{10^{10}}x == x\cdot 2^{10^{10}}    \cos 90^\circ == 0    \sqrt0 == 0
-\lfloor\frac{2n}{4}\rfloor == \lfloor\frac n2\rfloor    5:00 == 05:00    |a|b == b\cdot|a|
+\lfloor\frac{2n}{4}\rfloor == \lfloor\frac n2\rfloor    5:00 == 05:00    |a|b == b\cdot|a|    2\frac{x}{3} == \frac{2x}{3}
 """
 DIFFERENT = r"""
 0.33 == 1/3    2.23 == 2.232    3.14 == \pi    11/2 == 1 1/2    1,234 == 1.234    1,5 == 1.5    0.5 == 50    50\% == 5
@@ -108,7 +108,7 @@ e^{\pi\sqrt{67}} == 147197952744    \sqrt{10^{12}+1}-10^6 == 0    \sqrt{2}+\sqrt
 \arctan e^{100} == 0    \ln(\pi^{60}) == 0    |12-y| == 12-y    |17-e^y| == 17-e^y    \sqrt{(\ln y)^2} == \ln y
 \sqrt{(12/x+10)^2} == 12/x+10    \lfloor\frac{2n-1}{5}\rfloor == \lfloor\sqrt{n-1}\rfloor
 \lfloor\sqrt n-0.5\rfloor == \lfloor\sqrt n-0.2\rfloor    \sin(4^{-1.3}/10^6-1) == \sin(4^{-1.3001}/10^6-1)
-32, 349 == 32349
+32, 349 == 32349    x+y+z=0 == 0    2\frac{x}{3} == 2+\frac{x}{3}
 """
 
 

@@ -178,7 +178,8 @@ UNFINISHED = r"""
 \frac{12\pi}2 == 6\pi    6\sqrt2+0 == 6\sqrt2    0+x == x    1\cdot x == x    \frac x1 == x    (6\sqrt2)^1 == 6\sqrt2
 x+3+2 == x+5    \sqrt2\sqrt8 == 4    (\sqrt5)^2 == 5    e^{i\pi} == -1    (2+3,6) == (5,6)    2+3,6 == 5,6
 2\cdot3\ln2 == 6\ln2    (2^{10}-1,2+3) == (2^{10}-1,5)    \begin{pmatrix}2+3\\6\end{pmatrix} == \begin{pmatrix}5\\6\end{pmatrix}
-3 \times 4 \text{ matrix} == 12    2023-01-05 == 2017    555-1234 == -679
+3 \times 4 \text{ matrix} == 12    2023-01-05 == 2017    555-1234 == -679    72+x-x == 72
+2\sqrt2+4\sqrt2 == 6\sqrt2    2x+3x == 5x    \frac1{17}+\frac1{19} == \frac{36}{323}
 """
 
 
