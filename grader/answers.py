@@ -151,6 +151,9 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # 1 1/2, but not in 2^1 1/2 or 3/1 1/2
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
      r"\1\\frac{\2}{\3}"),
+    # 1\frac12 is \frac32
+    (r"(?<![0-9.,/^_}])([0-9]{1,9})\s*\\frac\s*\{([0-9]{1,9})\}\s*\{([0-9]{1,9})\}",
+     lambda match: f"\\frac{{{int(match[1]) * int(match[3]) + int(match[2])}}}{{{match[3]}}}"),
     # 5 or 6
     (r"(?i)(?<![a-z\\])(?:and|or)(?![a-z]|[^«»]*»)", " , "),
 ]]
@@ -326,12 +329,12 @@ def negative(x: Reading) -> Reading:
 # 3. Reader: plain text -> tokens -> a reading
 
 RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "≈")
-# How tightly operators bind. "beside" is the product in 2x, "mixed" the sum in 1\frac12.
-RELATION, RATIO, UNION, MOD, SUM, PRODUCT, MIXED, POWER, POSTFIX = range(1, 10)
+# How tightly operators bind. "beside" is the product in 2x.
+RELATION, RATIO, UNION, MOD, SUM, PRODUCT, POWER, POSTFIX = range(1, 9)
 BINDING = {
     **dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\cup": UNION, r"\setminus": UNION,
     r"\mod": MOD, "+": SUM, "-": SUM, **dict.fromkeys(("*", "/", "%", "beside"), PRODUCT),
-    "mixed": MIXED, "^": POWER, "!": POSTFIX, "°": POSTFIX, "": 0}
+    "^": POWER, "!": POSTFIX, "°": POSTFIX, "": 0}
 CLOSERS = {  # half-open intervals mix round and square brackets
     "(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), r"\langle": (r"\rangle",),
     "|": ("|",), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",)}
@@ -444,15 +447,13 @@ class Reader:
         return value
 
     def operator(self) -> str:
-        r"""The next operator or "". In 2x it is "beside", in 1\frac12 "mixed"."""
+        """The next operator or "". In 2x it is "beside"."""
         token = self.peek()
         before = self.tokens[self.at - 1]
         if token in self.stops:
             return ""
         if token in BINDING:
             return token
-        if token == r"\frac" and before[0] in DIGITS:
-            return "mixed"
         if WORD.match(token) or WORD.match(before):
             return ""  # prose is no product: it would be 0 with a (0) in it
         return "beside" if token in STARTS or token[0] in ("«", *DIGITS) else ""
@@ -462,11 +463,8 @@ class Reader:
         compute = self.point.compute
         if op in RELATIONS:
             return self.relation(left, start)
-        if op in ("beside", "mixed"):
-            right = self.expression(BINDING[op])
-            written = "".join(self.tokens[start:self.at])
-            is_mixed = re.fullmatch(r"[0-9]+\\frac[{}0-9]+", written)  # but 2\frac x3 is 2x/3
-            return compute("mixed" if is_mixed else "*", left, right)
+        if op == "beside":
+            return compute("*", left, self.expression(PRODUCT))
         if op == ":":
             return self.ratio(left, start)
         self.take()

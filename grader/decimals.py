@@ -127,7 +127,7 @@ def factorial(n: Value) -> Value:
 
 
 FORMULAS = {
-    "+": add, "mixed": add, "*": lambda x, y: x * y, "/": divide, "^": power,
+    "+": add, "*": lambda x, y: x * y, "/": divide, "^": power,
     r"\mod": lambda x, n: x % n if isinstance(x, int) and isinstance(n, int) else unknown(x, n),
     "exp": exp, "ln": mp.log, "log": lambda x, base=10: divide(mp.log(x), mp.log(base)),
     **{name: limited(getattr(mp, name.replace("arc", "a")), ROUNDING)

@@ -27,7 +27,7 @@ class Form(NamedTuple):
 
 
 FAMILIES = {"ln": "log", **{arc + name: "trig" for name in answers.TRIG for arc in ("", "arc")}}
-ARITHMETIC = ("+", "*", "/", "^", r"\mod", "mixed", "factorial", "binom", "exp")
+ARITHMETIC = ("+", "*", "/", "^", r"\mod", "factorial", "binom", "exp")
 COMPUTED = {"10^", "computed"}
 MANY = lcm(*range(1, 60)) * 10 ** 4    # a multiple of most denominators
 
@@ -58,7 +58,7 @@ class Inspector(answers.Point):
         are_rational = all(x.form.kind for x in xs)
         kind, terms, factor = "", (result.value,), 0
         if name in ("+", "*", "/") and are_rational or is_rational(result.value):
-            is_fraction = name in ("/", "mixed") and not {x.form.kind, y.form.kind} & COMPUTED
+            is_fraction = name == "/" and not {x.form.kind, y.form.kind} & COMPUTED
             is_power = name == "^" and x.value == 10
             kind = "fraction" if is_fraction else "10^" if is_power else "computed"
             factor = result.value
@@ -83,7 +83,7 @@ def is_undone(op: str, x: Number, y: Number, result: Value) -> bool:
     computed = [kind in COMPUTED for kind in kinds]
     if op == r"\mod":  # 3 mod 7 is done
         return result != x.value
-    if op in ("mixed", "factorial", "binom", "exp"):  # (3!)!
+    if op in ("factorial", "binom", "exp"):  # (3!)!
         return any(computed)
     if op == "/":  # 144/2, 12\pi/2, x/1, 1/2/3, 4!/2^5; but 4!/7 is done
         is_whole = x.form.factor and y.form.kind and isinstance(
