@@ -334,7 +334,7 @@ RELATION, RATIO, UNION, MOD, SUM, PRODUCT, POWER, POSTFIX = range(1, 9)
 BINDING = {
     **dict.fromkeys(RELATIONS, RELATION), ":": RATIO, r"\cup": UNION, r"\setminus": UNION,
     r"\mod": MOD, "+": SUM, "-": SUM, **dict.fromkeys(("*", "/", "%", "beside"), PRODUCT),
-    "^": POWER, "!": POSTFIX, "°": POSTFIX, "": 0}
+    "^": POWER, "!": POSTFIX, "": 0}
 CLOSERS = {  # half-open intervals mix round and square brackets
     "(": (")", "]"), "[": (")", "]"), "{": ("}",), r"\{": (r"\}",), r"\langle": (r"\rangle",),
     "|": ("|",), r"\lfloor": (r"\rfloor",), r"\lceil": (r"\rceil",)}
@@ -344,7 +344,7 @@ FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
 STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
 BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
 WORD = re.compile("«[A-Za-z]{4}")
-CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY}
+CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY, "«°": DEGREE}
 DIGITS = tuple("0123456789.")  # what a number begins with
 
 FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
@@ -358,7 +358,7 @@ TOKEN = re.compile(rf"""\s*(?:
         | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)                        # f'(2)
         | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}  # \overline{{AB}}
         | \\(?:{GREEK}){NO_LETTER}{MARKS}                                   # \alpha_1
-        | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )                              # blue, x_{{10}}, y'
+        | ° | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )                              # blue, x_{{10}}, y'
     | [0-9]+(?:\.[0-9]+)? | \.[0-9]+ | \\[A-Za-z]+ | \\\\ | \\[{{}}] | !!(?!=) | [<>!]= | \S )""",
                    re.VERBOSE)
 INFINITIES = ("inf", "infty", "oo", "infinity", "Infinity")
@@ -375,6 +375,8 @@ def tokenize(s: str) -> list[str]:
     their letters (xyz), or a name if they have four letters.
     """
     s = PLAIN_FUNCTION.sub(lambda match: f"\\{match[1] or 'infty'} ", s)
+    if not re.search(r"\\(sin|cos|tan|cot|sec|csc)", s):
+        s = s.replace("°", "")  # 30° is 30 where there is no sine
     return ["«" + re.sub(r"[\s{}«»]", "", match[0]) if match["name"] else match[0].strip()
             for match in TOKEN.finditer(s)]
 
@@ -394,7 +396,6 @@ class Reader:
         self.tokens = [*tokens, ""]  # "" marks the end
         self.point = point
         self.at = self.depth = 0
-        self.trig = 0                # how many arguments of sin, cos, ... are open: 30° is an angle
         self.stops = frozenset()     # tokens that end the current operand, such as the | after |x
 
     def peek(self) -> str:
@@ -472,8 +473,6 @@ class Reader:
             return self.point.apply("factorial", left)
         if op == "%":  # applies to all of 3\frac14%
             return number(left).times(mp.mpf(1) / 100)._replace(mark="%")
-        if op == "°":  # matters only in sin, cos, ...: elsewhere 30° is 30
-            return compute("*", left, DEGREE) if self.trig else left
         right = self.expression(BINDING[op] - (op == "^"))  # a^b^c is a^(b^c)
         if op == r"\setminus":
             return without(left, right)
@@ -577,11 +576,9 @@ class Reader:
         if exponent == -ONE and name in TRIG:
             name = "arc" + name
             exponent = ONE
-        self.trig += name in TRIG
         opener = opener or self.accept("(", "{", r"\{")
         arguments = self.listing(CLOSERS[opener]) if opener else \
             [self.expression(SUM, self.stops | BARE_STOPS)]
-        self.trig -= name in TRIG
         value = self.point.apply(name, *arguments, *marks.values())
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
