@@ -765,12 +765,11 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
         return in_order(values, b.items, point)
     items = b.items if b.kind in ("list", "set") else [b]
     other_names, others = zip(*map(named, items)) if items else ((), ())
-    if sorted(names) == sorted(other_names) and len(set(names)) == len(names):
-        others = [others[other_names.index(name)] for name in names]
-        return in_order(values, others, point)
-    shared = set(names) & set(other_names)
-    if shared - {()} and () not in names + other_names and shared < {*names, *other_names}:
-        return False  # x = 1, y = 2 is not y = 1, z = 2
+    all_names = names + other_names
+    if {*names} & {*other_names} and () not in all_names and len({*names}) == len(names):
+        found = dict(zip(other_names, others))  # x = 1, y = 2 is neither y = 1, x = 2 nor y = 1, z = 2
+        return sorted(names) == sorted(other_names) and in_order(
+            values, [found[name] for name in names], point)
     families = [{"".join(name).partition("_")[0] for name in part} for part in (names, other_names)]
     is_ordered = any("" not in part and len(part) > 1 for part in families)
     return (in_order if is_ordered else in_any_order)(values, others, point)
