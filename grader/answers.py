@@ -603,7 +603,7 @@ def read(answer: list[list[str]], point: Point) -> Reading:
     items = []
     for tokens in answer:
         branch = Reader(tokens, point).listing(("",))
-        items += [item for item in branch if repr(item) not in map(repr, items)]  # 0, \pm 2
+        items += [x for x in branch if not items or repr(x) not in map(repr, items)]  # 0, \pm 2
     return items[0] if len(items) == 1 else Group("list", items)
 
 

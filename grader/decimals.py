@@ -129,7 +129,7 @@ def factorial(n: Value) -> Value:
 FORMULAS = {
     "+": add, "*": lambda x, y: x * y, "/": divide, "^": power,
     r"\mod": lambda x, n: x % n if isinstance(x, int) and isinstance(n, int) else unknown(x, n),
-    "exp": exp, "ln": mp.log, "log": lambda x, base=10: divide(mp.log(x), mp.log(base)),
+    "exp": exp, "ln": mp.log, "log": lambda x, base=10: divide(mp.log(x), settle(mp.log(base))),
     **{name: limited(getattr(mp, name.replace("arc", "a")), ROUNDING)
        for name in "sin cos tan cot sec csc arcsin arccos arctan".split()},
     "abs": abs, "factorial": factorial, "max": lambda *xs: max(xs), "min": lambda *xs: min(xs),

@@ -23,11 +23,11 @@ class Form(NamedTuple):
     kind: str = ""         # of a rational number: "number" 2, "fraction" 1/2, "10^" or "computed"
     terms: tuple = ()      # the values of the terms of a sum, or the number itself
     factor: Value = 0      # the rational factor of a product, 6 in 6\pi, or the number itself
-    marks: frozenset = frozenset()     # arithmetic left undone; "free" if there are variables
+    marks: frozenset = frozenset()     # what is undone: "sums", functions; "free": has variables
 
 
+SUMS = ("+", "*", "/", "^", r"\mod", "factorial", "binom", "exp")
 FAMILIES = {"ln": "log", **{arc + name: "trig" for name in answers.TRIG for arc in ("", "arc")}}
-ARITHMETIC = ("+", "*", "/", "^", r"\mod", "factorial", "binom", "exp")
 COMPUTED = {"10^", "computed"}
 MANY = lcm(*range(1, 60)) * 10 ** 4    # a multiple of most denominators
 
@@ -40,8 +40,8 @@ def formed(x: Reading) -> Number:
     """A reading as an operand with a form: integers and decimals are rational, pi, e and i not."""
     x = number(x)
     is_literal = isinstance(x.value, int) or x.digits > 0
-    return x._replace(form=x.form or Form(
-        "number" * is_literal, (x.value,), x.value * is_literal))
+    literal = Form("number", (x.value,), x.value) if is_literal else Form(terms=(x.value,))
+    return x._replace(form=x.form or literal)
 
 
 class Inspector(answers.Point):
@@ -53,10 +53,11 @@ class Inspector(answers.Point):
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
         result = super().apply(name, *args, work=work)
-        x, *_, y = xs = [formed(x) for x in (args[0], *args)]
-        marks = frozenset().union(*(x.form.marks for x in xs))
-        are_rational = all(x.form.kind for x in xs)
+        numbers = [formed(x) for x in args]
+        x, y = numbers[0], numbers[-1]
+        marks = frozenset().union(*(x.form.marks for x in numbers))
         kind, terms, factor = "", (result.value,), 0
+        are_rational = bool(x.form.kind and y.form.kind)
         if name in ("+", "*", "/") and are_rational or is_rational(result.value):
             is_fraction = name == "/" and not {x.form.kind, y.form.kind} & COMPUTED
             is_power = name == "^" and x.value == 10
@@ -67,10 +68,9 @@ class Inspector(answers.Point):
             self.spend(len(terms))
         elif name == "*":
             factor = factor or x.form.factor or y.form.factor
-        if name in ARITHMETIC:
-            is_left = kind and not are_rational or is_undone(name, x, y, result.value)
-            marks |= {"arithmetic"} if is_left else set()  # \sqrt2\sqrt8 = 4 and 2 + 2
-        elif "free" not in marks:  # \sin x computes nothing
+        if name in SUMS and (kind and not are_rational or is_undone(name, x, y, result.value)):
+            marks |= {"sums"}  # \sqrt2\sqrt8 = 4, 2 + 2
+        elif name not in SUMS and "free" not in marks:  # \sin x computes nothing
             marks |= {FAMILIES.get(name, name)}
         return result._replace(form=Form(kind, terms, factor, marks))
 
@@ -114,8 +114,11 @@ def inspect(answer: str) -> Counter:
     """Counts the items of an answer that leave a kind of arithmetic undone."""
     s = clean(answer)
     choice = answers.CHOSEN.fullmatch(s)
+    s = answers.split_unit(choice[2] if choice else s)[0]
+    if re.fullmatch("(?:[A-Za-z] ?= ?)?[-+]?[0-9.]+", s):
+        return Counter()  # quickly, since most answers are
     try:
-        read = answers.branches(answers.split_unit(choice[2] if choice else s)[0])
+        read = answers.branches(s)
         return Counter(undone(answers.read(read, Inspector(answers.names_in(read[0])))))
     except answers.UNREADABLE:
         return Counter()
@@ -158,8 +161,11 @@ def is_copied(answer: str, question: str, gold: str) -> bool:
     if it has all symbols of a formula that equals the gold answer, which is written otherwise. More
     symbols, as in X + 0, don't help; nor does another order.
     """
-    whole, known = answers.split_unit(clean(answer))[0], symbols(clean(gold))
-    all_sides, last = symbols(whole), symbols(whole.partition("≈")[0].rpartition("=")[2])
+    whole = answers.split_unit(clean(answer))[0]
+    if not OPERATOR.search(whole):
+        return False
+    known, all_sides = symbols(clean(gold)), symbols(whole)
+    last = symbols(whole.partition("≈")[0].rpartition("=")[2])
     return any(not copied - (all_sides if "=" in formula else last)  # 7+12=19 is no copy
                and copied - known and is_equal(formula, gold)
                for formula, copied in formulas(question))

@@ -108,7 +108,7 @@ e^{\pi\sqrt{67}} == 147197952744    \sqrt{10^{12}+1}-10^6 == 0    \sqrt{2}+\sqrt
 \arctan e^{100} == 0    \ln(\pi^{60}) == 0    |12-y| == 12-y    |17-e^y| == 17-e^y    \sqrt{(\ln y)^2} == \ln y
 \sqrt{(12/x+10)^2} == 12/x+10    \lfloor\frac{2n-1}{5}\rfloor == \lfloor\sqrt{n-1}\rfloor
 \lfloor\sqrt n-0.5\rfloor == \lfloor\sqrt n-0.2\rfloor    \sin(4^{-1.3}/10^6-1) == \sin(4^{-1.3001}/10^6-1)
-32, 349 == 32349    x+y+z=0 == 0    2\frac{x}{3} == 2+\frac{x}{3}
+32, 349 == 32349    x+y+z=0 == 0    \log_0 5 == 0    2\frac{x}{3} == 2+\frac{x}{3}
 """
 
 
