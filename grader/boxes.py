@@ -6,7 +6,7 @@ Completions and MATH's solutions put their answers in boxes.
 import re
 
 BOX = r"\\(?:boxed|fbox)(?![A-Za-z])\s*"
-BOX_OR_BRACES = re.compile(BOX + r"|\{+|\}")
+BOX_OR_BRACE = re.compile(BOX + r"\{?|[{}]")
 # As in TeX, \boxed 7 and \boxed\frac12 need no braces. But whether \boxed 72 is 7 or 72 is unclear.
 GROUP = r"\s*(?:[0-9A-Za-z]|\{[^{}]*\})"
 BARE = re.compile(rf"-?[0-9A-Za-z](?![0-9A-Za-z^_!%/:+*-]|[.,][0-9])"
@@ -57,19 +57,14 @@ def last_box(text: str) -> str:
 def complete_boxes(text: str) -> list[tuple[int, int, int]]:
     """(start, start of content, end of content) of each closed box, in linear time."""
     found = []
-    opened = []  # per open box: depth outside, start, start of the content
-    depth = 0  # open braces; a box closes when it is back at the depth outside
+    opened = []  # for each open brace: the start of its box and of the content, or None
     masked = ESCAPED.sub("##", text)
-    for part in BOX_OR_BRACES.finditer(masked):
-        token = part[0]
-        if token[0] == "{":
-            depth += len(token)
-        elif token == "}":
-            depth -= 1
-            if opened and opened[-1][0] == depth:
-                found.append((*opened.pop()[1:], part.start()))
-        elif masked.startswith("{", part.end()):
-            opened.append((depth, part.start(), part.end() + 1))
+    for part in BOX_OR_BRACE.finditer(masked):
+        if part[0] == "}":
+            box = opened.pop() if opened else None
+            found += [(*box, part.start())] if box else []
+        elif part[0].endswith("{"):
+            opened.append(part.span() if len(part[0]) > 1 else None)
         elif bare := BARE.match(masked, part.end()):
-            found.append((part.start(), bare.start(), bare.end()))
+            found.append((part.start(), *bare.span()))
     return found
