@@ -40,7 +40,8 @@ from functools import lru_cache
 from typing import NamedTuple, Union
 from zlib import crc32
 
-from grader.decimals import DEGREE, INFINITY, ONE, PI, E, I, Number, apply_function, mp, settle, unknown
+from grader.decimals import (
+    DEGREE, INFINITY, ONE, PI, E, I, Number, apply_function, divide, is_rational, mp, settle, unknown)
 
 MAX_ANSWER = 6_000     # characters; a longer answer equals only itself
 MAX_DEPTH = 60         # of nested operands: far less than Python's recursion limit allows
@@ -277,7 +278,6 @@ class Point:
     def __init__(self, names: set):
         self.names = sorted(names)
         self.work = MAX_WORK
-        self.factors = {}          # between equations, at the first point: see proportional()
         self.index = 0
 
     def spend(self, amount: int) -> None:
@@ -474,8 +474,10 @@ class Reader:
         if op == "%":  # applies to all of 3\frac14%
             return number(left).times(mp.mpf(1) / 100)._replace(mark="%")
         right = self.expression(BINDING[op] - (op == "^"))  # a^b^c is a^(b^c)
-        if op == r"\setminus":
-            return without(left, right)
+        if op == r"\setminus":  # only \mathbb{R}\setminus\{1\}
+            if (left.kind, right.kind) != ("()", "set") or left.items != [-INFINITY, INFINITY]:
+                raise SyntaxError("a difference of sets")
+            return without(right.items)
         if op == r"\cup":
             return Group("union", [part for x in (left, right)
                                    for part in (x.items if x.kind in ("union", "set") else [x])])
@@ -583,11 +585,9 @@ class Reader:
         return value if exponent == ONE else self.point.compute("^", value, exponent)
 
 
-def without(line: Reading, points: Reading) -> Group:
-    r"""The real line without some points: \mathbb{R}\setminus\{1\} -> (-\infty,1)\cup(1,\infty)."""
-    if line.kind != "()" or line.items != [-INFINITY, INFINITY] or points.kind != "set":
-        raise SyntaxError("a difference of sets")
-    ends = [-INFINITY, *sorted(points.items, key=lambda x: number(x).value), INFINITY]
+def without(points: list[Reading]) -> Group:
+    """The real line without some points. Without 1 it is (-oo, 1) and (1, oo)."""
+    ends = [-INFINITY, *sorted(points, key=lambda x: number(x).value), INFINITY]
     return Group("union", [Group("()", [*pair]) for pair in zip(ends, ends[1:])])
 
 
@@ -701,19 +701,17 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
 
 
 def proportional(sides: list[Side], op: str, point: Point) -> bool:
-    """Is (side 0 - side 1) the same multiple of (side 2 - side 3) at all points, and a positive one
-    for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
+    """Is (side 0 - side 1) a rational multiple of (side 2 - side 3) at this random point, and a
+    positive one for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: not solved.
     """
     names = [names_in(side.tokens) for side in sides]
     if not 1 < len(names[0] | names[1]) == len(set().union(*names)) == len(names[2] | names[3]):
         return False
     x = point.compute("-", sides[0].value, sides[1].value)
     y = point.compute("-", sides[2].value, sides[3].value)
-    quotient = point.compute("/", x, y)  # no value where y = 0 holds
-    if quotient.value == 0 or op in ("<", "<=") and quotient.value < 0:
-        return False
-    key = repr([side.tokens for side in sides])
-    return quotient == point.factors.setdefault(key, quotient)  # that of the first point
+    q = point.compute("/", x, y).value  # no value where y = 0 holds
+    is_reversed = op in ("<", "<=") and q < 0
+    return q != 0 and not is_reversed and (is_rational(q) or is_rational(divide(1, q)))
 
 
 def total(equation: Relation) -> Reading | None:
@@ -734,7 +732,7 @@ def interval(relation: Relation) -> Group | None:
         return None
     at = free[0]
     if ops == ["!="]:
-        return without(Group("()", [-INFINITY, INFINITY]), Group("set", [sides[1 - at].value]))
+        return without([sides[1 - at].value])
     low, _, high = [-INFINITY, *(side.value for side in sides), INFINITY][at:at + 3]
     before, after = ["<", *ops, "<"][at:at + 2]
     return Group("[("[before == "<"] + "])"[after == "<"], [low, high])

@@ -25,6 +25,7 @@ Value = Union[int, mpf, mpc]     # integers are always int
 ROUNDING = mp.mpf("1e-50")       # relative; smaller differences are rounding errors
 PRECISION = 166                  # the same in bits
 LOST = mp.mpf("1e-45")           # relative; a smaller term of a sum has lost its digits
+MANY = math.lcm(*range(1, 60)) * 10 ** 4  # a multiple of most denominators
 MAX_BITS = 6_600                 # of a power of integers: 2,000 digits
 MAX_FACTORIAL = 3_000
 MAX_ARGUMENT = 10 ** 25          # of a function: such an angle still has enough digits mod 2 pi
@@ -66,6 +67,10 @@ def settle(z: Value) -> Value:
         return z
     near = mp.nint(z.real)
     return int(near) if mp.mag(z.real - near) <= size - PRECISION else z.real
+
+
+def is_rational(x: Value) -> bool:
+    return isinstance(x, int) or isinstance(settle(x * MANY), int)
 
 
 def unknown(*key) -> Value:

@@ -8,12 +8,11 @@ How an equal answer may be written. These have the gold answer's value but earn 
 import re
 from collections import Counter
 from functools import lru_cache
-from math import lcm
 from typing import NamedTuple
 
 from grader import answers
 from grader.answers import Reading, clean, is_equal, number
-from grader.decimals import Number, Value, divide, settle
+from grader.decimals import Number, Value, divide, is_rational, settle
 
 # -----------------------------------------------------------------------------
 # Unfinished arithmetic
@@ -29,11 +28,6 @@ class Form(NamedTuple):
 SUMS = ("+", "*", "/", "^", r"\mod", "factorial", "binom", "exp")
 FAMILIES = {"ln": "log", **{arc + name: "trig" for name in answers.TRIG for arc in ("", "arc")}}
 COMPUTED = {"10^", "computed"}
-MANY = lcm(*range(1, 60)) * 10 ** 4    # a multiple of most denominators
-
-
-def is_rational(x: Value) -> bool:
-    return isinstance(x, int) or isinstance(settle(x * MANY), int)
 
 
 def formed(x: Reading) -> Number:
