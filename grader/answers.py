@@ -40,8 +40,7 @@ from functools import lru_cache
 from typing import NamedTuple, Union
 from zlib import crc32
 
-from grader.decimals import (
-    DEGREE, INFINITY, ONE, PI, E, I, Number, apply_function, divide, is_rational, mp, settle, unknown)
+from grader.decimals import CONSTANTS, INFINITY, Number, evaluate, is_rational, mp, settle, unknown
 
 MAX_ANSWER = 6_000     # characters; a longer answer equals only itself
 MAX_DEPTH = 60         # of nested operands: far less than Python's recursion limit allows
@@ -311,7 +310,7 @@ class Point:
         if name in ("factorial", "binom"):
             work = int(min(abs(numbers[0].value), 3_000)) // 7 + 120
         self.spend(work)
-        return apply_function(name, numbers)
+        return evaluate(name, numbers)
 
 
 def number(x: Reading) -> Number:
@@ -344,7 +343,6 @@ FUNCTION_COMMANDS = frozenset("\\" + name for name in FUNCTIONS)
 STARTS = {*CLOSERS, *FUNCTION_COMMANDS, r"\matrix", r"\frac", r"\binom", r"\emptyset"}
 BARE_STOPS = FUNCTION_COMMANDS | {"*", "/", "("}
 WORD = re.compile("«[A-Za-z]{4}")
-CONSTANTS = {"«e": E, "«i": I, r"«\pi": PI, r"«\infty": INFINITY, "«°": DEGREE}
 DIGITS = tuple("0123456789.")  # what a number begins with
 
 FRAMES = "overline|overrightarrow|vec|hat|bar|widehat|tilde|underline|mathbb|mathcal|mathfrak"
@@ -569,20 +567,20 @@ class Reader:
         r"""\sin x, \log_2 8, \sin^2 x, \tan^{-1} x, |x|. The name or first | is already read."""
         if name == "sqrt":
             [degree] = self.listing(("]",)) if self.accept("[") else [Number(2)]
-            exponent = self.point.compute("/", ONE, degree)
+            exponent = self.point.compute("/", Number(1), degree)
             return self.point.compute("^", self.argument(), exponent)
         marks = {}  # base and exponent
         while mark := self.accept("_", "^"):
             marks[mark] = self.argument()
-        exponent = marks.pop("^", ONE)
-        if exponent == -ONE and name in TRIG:
+        exponent = marks.pop("^", Number(1))
+        if exponent == Number(-1) and name in TRIG:
             name = "arc" + name
-            exponent = ONE
+            exponent = Number(1)
         opener = opener or self.accept("(", "{", r"\{")
         arguments = self.listing(CLOSERS[opener]) if opener else \
             [self.expression(SUM, self.stops | BARE_STOPS)]
         value = self.point.apply(name, *arguments, *marks.values())
-        return value if exponent == ONE else self.point.compute("^", value, exponent)
+        return value if exponent == Number(1) else self.point.compute("^", value, exponent)
 
 
 def without(points: list[Reading]) -> Group:
@@ -620,8 +618,8 @@ def names_in(tokens: list[str]) -> set[str]:
 
 def label(tokens: list[str]) -> tuple[str, ...]:
     """The tokens of a side that is only a name, such as x, f(x), AB, (x, y) or |AB|; else ()."""
-    is_name = all(token in LABEL_MARKS or token[0] == "«" and CONSTANTS.get(token, E) is E
-                  for token in tokens)  # e may be a name, i and \pi may not
+    is_name = all(token in LABEL_MARKS or token[0] == "«" and token not in CONSTANTS
+                  or token == "«e" for token in tokens)  # e may be a name, i and \pi may not
     return tuple(tokens) if is_name else ()
 
 
@@ -655,8 +653,8 @@ def same_number(a: Number, b: Number, point: Point) -> bool:
 
 def are_close(a: Number, b: Number) -> bool:
     """Equal, or a decimal of six digits or more and a value that rounds to it."""
-    return a == b or any(
-        x.digits >= 6 and settle(2 * abs(y.value - x.value) / x.unit) <= 1 for x, y in ((a, b), (b, a)))
+    return a == b or any(x.digits >= 6 and settle(2 * abs(y.value - x.value) / x.unit) <= 1
+                         for x, y in ((a, b), (b, a)))
 
 
 def same(a: Reading, b: Reading, point: Point) -> bool:
@@ -711,7 +709,7 @@ def proportional(sides: list[Side], op: str, point: Point) -> bool:
     y = point.compute("-", sides[2].value, sides[3].value)
     q = point.compute("/", x, y).value  # no value where y = 0 holds
     is_reversed = op in ("<", "<=") and q < 0
-    return q != 0 and not is_reversed and (is_rational(q) or is_rational(divide(1, q)))
+    return q != 0 and not is_reversed and (is_rational(q) or is_rational(1 / mp.convert(q)))
 
 
 def total(equation: Relation) -> Reading | None:
@@ -765,7 +763,7 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
     other_names, others = zip(*map(named, items)) if items else ((), ())
     all_names = names + other_names
     if {*names} & {*other_names} and () not in all_names and len({*names}) == len(names):
-        found = dict(zip(other_names, others))  # x = 1, y = 2 is neither y = 1, x = 2 nor y = 1, z = 2
+        found = dict(zip(other_names, others))  # x = 1, y = 2 is not y = 1, x = 2 or y = 1, z = 2
         return sorted(names) == sorted(other_names) and in_order(
             values, [found[name] for name in names], point)
     families = [{"".join(name).partition("_")[0] for name in part} for part in (names, other_names)]

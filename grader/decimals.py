@@ -144,15 +144,12 @@ FORMULAS = {
     "floor": lambda x: unknown("floor", x), "ceil": lambda x: -unknown("floor", -x),
 }
 
-ONE = Number(1)
-I = Number(mp.mpc(0, 1))
-PI = Number(mp.pi + 0)
-DEGREE = Number(mp.pi / 180)
-E = Number(mp.exp(1))
 INFINITY = Number(unknown("infinity"), digits=-1)  # equals only itself; no arithmetic with it
+CONSTANTS = {"«e": Number(mp.exp(1)), "«i": Number(mp.mpc(0, 1)), r"«\pi": Number(mp.pi + 0),
+             "«°": Number(mp.pi / 180), r"«\infty": INFINITY}  # as tokens of answers.py
 
 
-def apply_function(name: str, args: list[Number]) -> Number:
+def evaluate(name: str, args: list[Number]) -> Number:
     """FORMULAS[name] of `args`, exact for integers of up to 1,000 digits. ArithmeticError if there
     is no value or it is too large to compute, KeyError for unknown names, TypeError for the order
     of complex numbers.
