@@ -185,7 +185,8 @@ UNIT = {word + s: names.split("=")[0] for names in """mm=millimeter cm=centimete
     km=kilometer inch=in=inche foot=feet=ft yard=yd mile=mi mile/hour=mph unit second=sec=s
     minute=min hour=hr=h day week month year=yr am pm dollar=usd cent euro pound=lb mg g=gram
     kg=kilogram ounce=oz l=liter ml=milliliter gallon radian=rad celsius=c fahrenheit=f newton=n
-    joule=j 2=square=sq=squared 3=cubic=cubed""".split() for word in names.split("=") for s in ("", "s")}
+    joule=j 2=square=sq=squared 3=cubic=cubed""".split()
+    for word in names.split("=") for s in ("", "s")}
 # Words that change the value before them ("5 hundredths") or show that more than a unit follows
 # ("5 or less", "5 miles east").
 NOT_UNITS = re.compile(r"""(?:hundred|thousand|[a-z]*illion|dozen|gross|score|lakh|crore|googol|ten
@@ -660,8 +661,7 @@ def are_close(a: Number, b: Number) -> bool:
 def same(a: Reading, b: Reading, point: Point) -> bool:
     """Are two readings equal at this point? Symmetric in a and b."""
     point.spend(1)
-    if RANKS[a.kind] > RANKS[b.kind]:
-        a, b = b, a
+    a, b = sorted((a, b), key=lambda x: RANKS[x.kind])
     return RULES[a.kind](a, b, point)
 
 
