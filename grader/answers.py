@@ -16,7 +16,7 @@ A Reading is the value of an answer at one point:
 
     Number                  complex, in 100 digits; two are equal if 50 digits agree
     Group(kind, items)      a tuple, interval, list, set or union; also 1:2:3
-    Relation                x = 5 or 0 < x <= 1: the operators, and the sides with their tokens
+    Relation                x = 5 or 0 < x <= 1: the operators, the sides and their tokens
 
 The worst error is accepting a wrong answer, because training then rewards it. So a decimal equals a
 fraction only if it has six digits and rounds correctly, a list never equals one of its members, and
@@ -248,17 +248,12 @@ class Group(NamedTuple):
     items: list            # a matrix's rows, as tuples; a column's cells
 
 
-class Side(NamedTuple):
-    """One side of a relation. The tokens show whether it is only a name."""
-    value: "Reading"
-    tokens: list
-
-
 class Relation(NamedTuple):
-    """An equation or a chain of inequalities."""
+    """An equation or a chain of inequalities. A side's tokens show whether it is only a name."""
     kind: str              # "eq" for an equation, else "rel"
+    items: list            # the readings of the sides, one more than ops
     ops: list              # "=", "<", "<=", "!=" or "≈"; chains of > are reversed
-    sides: list            # of Side, one more than ops
+    tokens: list           # those of each side
 
 
 Reading = Union[Number, Group, Relation]
@@ -499,29 +494,28 @@ class Reader:
         """A chain of equalities becomes left = last value, or just the value if all sides are
         numbers. Approximations after a value are dropped. SyntaxError if numbers disagree: 41 = 42.
         """
-        ops = []
-        sides = [Side(left, self.tokens[start:self.at])]
+        ops, items, tokens = [], [left], [self.tokens[start:self.at]]
         while self.peek() in RELATIONS:
             ops.append(self.take())
             start = self.at
-            value = self.expression(RELATION)
-            sides.append(Side(value, self.tokens[start:self.at]))
+            items.append(self.expression(RELATION))
+            tokens.append(self.tokens[start:self.at])
         if ">" in ops[0]:
             ops = [op.translate(str.maketrans("<>", "><")) for op in reversed(ops)]
-            sides.reverse()
+            items, tokens = items[::-1], tokens[::-1]
         if not set(ops) <= {"=", "≈"}:
-            return Relation("rel", ops, sides)
-        numbers = [x.value if x.value.kind == "number" and not names_in(x.tokens) else None
-                   for x in sides]
+            return Relation("rel", items, ops, tokens)
+        numbers = [x if x.kind == "number" and not names_in(written) else None
+                   for x, written in zip(items, tokens)]
         for op, a, b in zip(ops, numbers, numbers[1:]):
             if a and b and not (same_number(a, b, self.point) if op == "=" else
                                 abs(a.value - b.value) < (b.unit or 1)):
                 raise SyntaxError("false equation")  # 41 = 42, and 12 ≈ 13 would be two answers
-        if "≈" in ops and not label(sides[ops.index("≈")].tokens):
-            sides = sides[:ops.index("≈") + 1]
-        if len(sides) == 1 or all(numbers):
-            return sides[-1].value
-        return Relation("eq", ["="], [sides[0], sides[-1]])
+        if "≈" in ops and not label(tokens[ops.index("≈")]):
+            items = items[:ops.index("≈") + 1]
+        if len(items) == 1 or all(numbers):
+            return items[-1]
+        return Relation("eq", [items[0], items[-1]], ["="], [tokens[0], tokens[len(items) - 1]])
 
     def primary(self) -> Reading:
         """A number, a name, or anything that begins with a bracket or a command."""
@@ -694,21 +688,20 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
     (name, value), (other, other_value) = named(a), named(b)
     return a.ops == b.ops and (
         name and other and may_rename(name, other) and same(value, other_value, point)
-        or in_order([side.value for side in a.sides], [side.value for side in b.sides], point)
-        or len(a.ops) == 1 and proportional(a.sides + b.sides, a.ops[0], point))
+        or in_order(a.items, b.items, point)
+        or len(a.ops) == 1 and proportional(a, b, point))
 
 
-def proportional(sides: list[Side], op: str, point: Point) -> bool:
-    """Is (side 0 - side 1) a rational multiple of (side 2 - side 3) at this random point, and a
-    positive one for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: not solved.
+def proportional(a: Relation, b: Relation, point: Point) -> bool:
+    """Is (left - right) of a, at this random point, a rational multiple of that of b, and a positive
+    one for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
     """
-    names = [names_in(side.tokens) for side in sides]
-    if not 1 < len(names[0] | names[1]) == len(set().union(*names)) == len(names[2] | names[3]):
+    names = [names_in(x.tokens[0] + x.tokens[1]) for x in (a, b)]
+    if names[0] != names[1] or len(names[0]) < 2:
         return False
-    x = point.compute("-", sides[0].value, sides[1].value)
-    y = point.compute("-", sides[2].value, sides[3].value)
+    x, y = [point.compute("-", *x.items) for x in (a, b)]
     q = point.compute("/", x, y).value  # no value where y = 0 holds
-    is_reversed = op in ("<", "<=") and q < 0
+    is_reversed = a.ops[0] in ("<", "<=") and q < 0
     return q != 0 and not is_reversed and (is_rational(q) or is_rational(1 / mp.convert(q)))
 
 
@@ -716,22 +709,22 @@ def total(equation: Relation) -> Reading | None:
     """m + n = 116 -> 116: problems ask for m + n. None if the left isn't a sum of names, and for
     x + y + z = 0, which is a plane.
     """
-    left, right = equation.sides
-    names = [token for token in left.tokens if token not in ("+", "-")]
-    is_sum = label(names) and len(names_in(names)) > 1 and left.tokens[0] == names[0]
-    return right.value if is_sum and not names_in(right.tokens) and right.tokens != ["0"] else None
+    left, right = equation.tokens
+    names = [token for token in left if token not in ("+", "-")]
+    is_sum = label(names) and len(names_in(names)) > 1 and left[0] == names[0]
+    return equation.items[1] if is_sum and not names_in(right) and right != ["0"] else None
 
 
 def interval(relation: Relation) -> Group | None:
     r"""0 < x <= 1 -> (0, 1]; x > 3 -> (3, \infty); x != 3 -> a union. None for other relations."""
-    _, ops, sides = relation
-    free = [i for i, side in enumerate(sides) if len(side.tokens) == 1 and label(side.tokens)]
+    _, items, ops, tokens = relation
+    free = [i for i, side in enumerate(tokens) if len(side) == 1 and label(side)]
     if len(free) != 1 or ops != ["!="] and not set(ops) <= {"<", "<="}:
         return None
     at = free[0]
     if ops == ["!="]:
-        return without([sides[1 - at].value])
-    low, _, high = [-INFINITY, *(side.value for side in sides), INFINITY][at:at + 3]
+        return without([items[1 - at]])
+    low, _, high = [-INFINITY, *items, INFINITY][at:at + 3]
     before, after = ["<", *ops, "<"][at:at + 2]
     return Group("[("[before == "<"] + "])"[after == "<"], [low, high])
 
@@ -741,9 +734,9 @@ def named(x: Reading) -> tuple[tuple, Reading]:
     among them has no value: x + y = 5, x - y = 1 are not 5, 1.
     """
     if x.kind == "eq":
-        for side, other in (x.sides, reversed(x.sides)):
-            if label(side.tokens):
-                return label(side.tokens), other.value
+        for name, value in ((x.tokens[0], x.items[1]), (x.tokens[1], x.items[0])):
+            if label(name):
+                return label(name), value
         x = x._replace(kind="rel")
     return (), x
 

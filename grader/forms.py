@@ -99,9 +99,7 @@ def undone(reading: Reading) -> list[str]:
     """The marks of all numbers in a reading."""
     if isinstance(reading, Number):
         return [*formed(reading).form.marks - {"free"}]
-    parts = reading.items if isinstance(reading, answers.Group) else \
-        [side.value for side in reading.sides]
-    return [mark for part in parts for mark in undone(part)]
+    return [mark for item in reading.items for mark in undone(item)]
 
 
 def inspect(answer: str) -> Counter:
