@@ -15,8 +15,8 @@ it parses, once per point. Each section of this file is one step:
 A Reading is the value of an answer at one point:
 
     Number                  complex, in 100 digits; two are equal if 50 digits agree
-    Group(kind, items)      a tuple, interval, list, set or union; also 1:2:3
-    Relation                x = 5 or 0 < x <= 1: the operators, the sides and their tokens
+    Group(kind, items)      a tuple, interval, list, set or union; also 1:2:3, and x = 5 or
+                            0 < x <= 1, with the operators and the tokens of each side
 
 The worst error is accepting a wrong answer, because training then rewards it. So a decimal equals a
 fraction only if it has six digits and rounds correctly, a list never equals one of its members, and
@@ -243,20 +243,15 @@ def split_unit(s: str) -> tuple[str, set[str]]:
 # 2. Numbers: the value of an answer at one point
 
 class Group(NamedTuple):
-    """Several readings."""
-    kind: str              # brackets such as "()" or "(]", "list", "set", "union" or ":"
+    """Several readings: a collection, or the sides of a relation."""
+    kind: str              # brackets such as "()" or "(]", "list", "set", "union" or ":"; of a
+                           # relation "eq" for an equation, else "rel"
     items: list            # a matrix's rows, as tuples; a column's cells
+    ops: tuple = ()        # of a relation: "=", "<", "<=", "!=" or "≈"; chains of > are reversed
+    tokens: tuple = ()     # of each side, which show whether it is only a name
 
 
-class Relation(NamedTuple):
-    """An equation or a chain of inequalities. A side's tokens show whether it is only a name."""
-    kind: str              # "eq" for an equation, else "rel"
-    items: list            # the readings of the sides, one more than ops
-    ops: list              # "=", "<", "<=", "!=" or "≈"; chains of > are reversed
-    tokens: list           # those of each side
-
-
-Reading = Union[Number, Group, Relation]
+Reading = Union[Number, Group]
 # The range of the variables at each point. Near 1 even x^{2004} keeps its digits; further away,
 # functions that agree near 1 differ; at the last point 17 - e^x and |12 - x| have changed sign.
 RANGES = ((0.96, 1), (0.96, 1), (1, 1.045), (2, 5), (2, 5), (13, 33))
@@ -504,7 +499,7 @@ class Reader:
             ops = [op.translate(str.maketrans("<>", "><")) for op in reversed(ops)]
             items, tokens = items[::-1], tokens[::-1]
         if not set(ops) <= {"=", "≈"}:
-            return Relation("rel", items, ops, tokens)
+            return Group("rel", items, ops, tokens)
         numbers = [x if x.kind == "number" and not names_in(written) else None
                    for x, written in zip(items, tokens)]
         for op, a, b in zip(ops, numbers, numbers[1:]):
@@ -515,7 +510,7 @@ class Reader:
             items = items[:ops.index("≈") + 1]
         if len(items) == 1 or all(numbers):
             return items[-1]
-        return Relation("eq", [items[0], items[-1]], ["="], [tokens[0], tokens[len(items) - 1]])
+        return Group("eq", [items[0], items[-1]], ["="], [tokens[0], tokens[len(items) - 1]])
 
     def primary(self) -> Reading:
         """A number, a name, or anything that begins with a bracket or a command."""
@@ -676,7 +671,7 @@ def in_any_order(a: list[Reading], b: list[Reading], point: Point) -> bool:
 
 # The functions in RULES: `a` has the kind of the rule, `b` the same kind or a later one.
 
-def same_relation(a: Relation, b: Reading, point: Point) -> bool:
+def same_relation(a: Group, b: Reading, point: Point) -> bool:
     """Equations may differ by a factor or in the name of the unknown: x = 5, k = 5 and 5 = x are
     equal. Inequalities may differ in direction and by a positive factor. Longer chains are compared
     side by side.
@@ -692,7 +687,7 @@ def same_relation(a: Relation, b: Reading, point: Point) -> bool:
         or len(a.ops) == 1 and proportional(a, b, point))
 
 
-def proportional(a: Relation, b: Relation, point: Point) -> bool:
+def proportional(a: Group, b: Group, point: Point) -> bool:
     """Is (left - right) of a, at this random point, a rational multiple of that of b, and a positive
     one for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
     """
@@ -705,7 +700,7 @@ def proportional(a: Relation, b: Relation, point: Point) -> bool:
     return q != 0 and not is_reversed and (is_rational(q) or is_rational(1 / mp.convert(q)))
 
 
-def total(equation: Relation) -> Reading | None:
+def total(equation: Group) -> Reading | None:
     """m + n = 116 -> 116: problems ask for m + n. None if the left isn't a sum of names, and for
     x + y + z = 0, which is a plane.
     """
@@ -715,7 +710,7 @@ def total(equation: Relation) -> Reading | None:
     return equation.items[1] if is_sum and not names_in(right) and right != ["0"] else None
 
 
-def interval(relation: Relation) -> Group | None:
+def interval(relation: Group) -> Group | None:
     r"""0 < x <= 1 -> (0, 1]; x > 3 -> (3, \infty); x != 3 -> a union. None for other relations."""
     _, items, ops, tokens = relation
     free = [i for i, side in enumerate(tokens) if len(side) == 1 and label(side)]
