@@ -347,7 +347,7 @@ TOKEN = re.compile(rf"""\s*(?:
         | (?<![A-Za-z])[fghFG](?:\s*')*\s*\([^()]*\)                        # f'(2)
         | \\(?:{FRAMES}){NO_LETTER}\s*(?:\{{[^{{}}]*\}}|[A-Za-z0-9]){MARKS}  # \overline{{AB}}
         | \\(?:{GREEK}){NO_LETTER}{MARKS}                                   # \alpha_1
-        | ° | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )                              # blue, x_{{10}}, y'
+        | ° | (?:[A-Za-z]{{4,}}|[A-Za-z]){MARKS} )                          # blue, x_{{10}}, y'
     | [0-9]+(?:\.[0-9]+)? | \.[0-9]+ | \\[A-Za-z]+ | \\\\ | \\[{{}}] | !!(?!=) | [<>!]= | \S )""",
                    re.VERBOSE)
 INFINITIES = ("inf", "infty", "oo", "infinity", "Infinity")
@@ -390,12 +390,9 @@ class Reader:
     def peek(self) -> str:
         return self.tokens[self.at]
 
-    def take(self, *allowed: str) -> str:
-        token = self.peek()
-        if allowed and token not in allowed:
-            raise SyntaxError(f"unexpected {token}")
+    def take(self) -> str:
         self.at += 1
-        return token
+        return self.tokens[self.at - 1]
 
     def accept(self, *tokens: str) -> str:
         return self.take() if self.peek() in tokens else ""
@@ -410,7 +407,8 @@ class Reader:
             while self.accept(between, after):  # clean-up turns ", and" into two commas
                 pass
             if not separator or self.peek() in ("", *closers):
-                self.take(*closers)
+                if self.take() not in closers:
+                    raise SyntaxError("unclosed")
                 return rows
             if separator == after:
                 rows.append([])
@@ -688,8 +686,8 @@ def same_relation(a: Group, b: Reading, point: Point) -> bool:
 
 
 def proportional(a: Group, b: Group, point: Point) -> bool:
-    """Is (left - right) of a, at this random point, a rational multiple of that of b, and a positive
-    one for < and <=? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
+    """Is left - right of `a`, at this random point, a rational multiple of that of `b`, and for < and
+    <= a positive one? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
     """
     names = [names_in(x.tokens[0] + x.tokens[1]) for x in (a, b)]
     if names[0] != names[1] or len(names[0]) < 2:
