@@ -20,7 +20,7 @@ from grader.decimals import Number, Value, divide, is_rational, settle
 class Form(NamedTuple):
     r"""How a number was written, as far as arithmetic with it depends on that."""
     kind: str = ""         # of a rational number: "number" 2, "fraction" 1/2, "10^" or "computed"
-    terms: tuple = ()      # the values of the terms of a sum, or the number itself
+    terms: tuple = ()      # a sum's terms without variables, or the number itself
     factor: Value = 0      # the rational factor of a product, 6 in 6\pi, or the number itself
     marks: frozenset = frozenset()     # what is undone: "sums", functions; "free": has variables
 
@@ -42,15 +42,20 @@ class Inspector(answers.Point):
     """A point that computes as all do, and notes on each number how it was written."""
 
     def variable(self, name: str) -> Number:
-        x = super().variable(name)
-        return x._replace(form=Form(terms=(x.value,), marks=frozenset({"free"})))
+        return super().variable(name)._replace(form=Form(marks=frozenset({"free"})))
+
+    def compute(self, op: str, x: Reading, y: Reading) -> Reading:
+        if "()" in (x.kind, y.kind):
+            return x if x.kind == "()" else y  # a number may stand before a matrix
+        return super().compute(op, x, y)
 
     def apply(self, name: str, *args: Reading, work: int = 60) -> Number:
         result = super().apply(name, *args, work=work)
         numbers = [formed(x) for x in args]
         x, y = numbers[0], numbers[-1]
         marks = frozenset().union(*(x.form.marks for x in numbers))
-        kind, terms, factor = "", (result.value,), 0
+        kind, factor = "", 0
+        terms = () if "free" in marks else (result.value,)
         are_rational = bool(x.form.kind and y.form.kind)
         if name in ("+", "*", "/") and are_rational or is_rational(result.value):
             is_fraction = name == "/" and not {x.form.kind, y.form.kind} & COMPUTED
@@ -84,14 +89,14 @@ def is_undone(op: str, x: Number, y: Number, result: Value) -> bool:
             settle(divide(x.form.factor, y.value)), int)
         return is_whole or result == x.value or all(computed) or all(kinds) and "fraction" in kinds
     if op == "^":
-        return any(computed) or result in (1, x.value)
+        return any(computed) or y.value in (0, 1)
     if op == "*" and kinds == ["number", "10^"]:
         return False
     if any(computed) or result in (x.value, y.value, -x.value, -y.value):  # x + 0, -1 * x
         return True
     if op == "*":  # 2\pi * 3
         return bool(x.form.factor and y.form.factor)
-    return all(kinds) or any(  # 2 + 3, x + 3 + 2, 2x + 3x
+    return all(kinds) or any(  # 2 + 3, x + 3 + 2, \sqrt2 + 3\sqrt2
         is_rational(divide(a, b)) for a in x.form.terms for b in y.form.terms)
 
 

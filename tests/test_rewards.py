@@ -166,6 +166,8 @@ FINISHED = r"""
 \frac{10}3\approx3.33 == \frac{10}3    1+\sqrt5 == \sqrt5+1    -\frac12+\frac{\sqrt3}2i == \frac{-1+\sqrt3i}2
 2^{2005}-1 == -1+2^{2005}    \ln 8 == 3\ln2    \tan^{-1}2 == \arctan2    \log_23 == \frac{\ln3}{\ln2}    4!\cdot5 == 5\cdot4!
 120^\circ == 120    \frac{n(n+1)}2 == n(n+1)/2    x_1=2, x_2=3 == 2,3    2+3=5, 6 == 5,6    |x| == \sqrt{x^2}
+2^{n+1}+2^n == 3\cdot2^n    2x+x == 3x    \sqrt0 == 0
+\frac12\begin{pmatrix}1\\4\end{pmatrix} == \begin{pmatrix}0.5\\2\end{pmatrix}
 """
 UNFINISHED = r"""
 48+48/2 == 72    \frac{144}2 == 72    72/1 == 72    144\div2 == 72    144:2 == 72    (8)(9) == 72    8(9) == 72    8 9 == 72
@@ -179,7 +181,7 @@ UNFINISHED = r"""
 x+3+2 == x+5    \sqrt2\sqrt8 == 4    (\sqrt5)^2 == 5    e^{i\pi} == -1    (2+3,6) == (5,6)    2+3,6 == 5,6
 2\cdot3\ln2 == 6\ln2    (2^{10}-1,2+3) == (2^{10}-1,5)    \begin{pmatrix}2+3\\6\end{pmatrix} == \begin{pmatrix}5\\6\end{pmatrix}
 3 \times 4 \text{ matrix} == 12    2023-01-05 == 2017    555-1234 == -679    72+x-x == 72
-2\sqrt2+4\sqrt2 == 6\sqrt2    2x+3x == 5x    \frac1{17}+\frac1{19} == \frac{36}{323}
+2\sqrt2+4\sqrt2 == 6\sqrt2    \frac1{17}+\frac1{19} == \frac{36}{323}
 """
 
 
