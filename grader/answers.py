@@ -151,8 +151,8 @@ REWRITES = [(re.compile(pattern), to) for pattern, to in [  # in this order
     # 1 1/2, but not in 2^1 1/2 or 3/1 1/2
     (r"(?<![0-9.,/^_}])(?<![/^] )([0-9]{1,9})\s+([0-9]{1,9})\s*/\s*([0-9]{1,9})(?![0-9.])",
      r"\1\\frac{\2}{\3}"),
-    # 1\frac12 is \frac32
-    (r"(?<![0-9.,/^_}])([0-9]{1,9})\s*\\frac\s*\{([0-9]{1,9})\}\s*\{([0-9]{1,9})\}",
+    # 1\frac12 is \frac32, but not in \sqrt2\frac12
+    (r"(?<![0-9A-Za-z.,/^_}])(?<!sqrt )([0-9]{1,9})\s*\\frac\s*\{([0-9]{1,9})\}\s*\{([0-9]{1,9})\}",
      lambda match: f"\\frac{{{int(match[1]) * int(match[3]) + int(match[2])}}}{{{match[3]}}}"),
     # 5 or 6
     (r"(?i)(?<![a-z\\])(?:and|or)(?![a-z]|[^«»]*»)", " , "),

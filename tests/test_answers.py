@@ -69,7 +69,7 @@ floor(n/2) == \lfloor\frac n2\rfloor    |5 \bmod 3| == 2    x!\neq1 == x! \ne 1 
 \left(\frac{1+i\sqrt3}{2}\right)^{3} == -1    3^{50}\sqrt2 == \sqrt{2}\cdot3^{50}
 2^{10^{10}}x == x\cdot 2^{10^{10}}    \cos 90^\circ == 0    \sqrt0 == 0
 \lfloor\frac{2n}{4}\rfloor == \lfloor\frac n2\rfloor    5:00 == 05:00    |a|b == b\cdot|a|    2\frac{x}{3} == \frac{2x}{3}
-\operatorname{arctan}x == \arctan x    10\text{ mod }7 == 3    -50\% == -50
+\operatorname{arctan}x == \arctan x    10\text{ mod }7 == 3    -50\% == -50    \sqrt2\frac12 == \frac{\sqrt2}2
 """
 DIFFERENT = r"""
 0.33 == 1/3    2.23 == 2.232    3.14 == \pi    11/2 == 1 1/2    1,234 == 1.234    1,5 == 1.5    0.5 == 50    50\% == 5
