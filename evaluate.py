@@ -193,11 +193,13 @@ def answer(args: argparse.Namespace, tokenizer: Tokenizer, problems: list, sampl
                   dynamic_ncols=True, disable=None) as bar:
             sampler.generate(prompts, args.samples, sampling, progress=grade_ended)
     finally:
-        if args.out and graded:
+        done = len(graded) // args.samples
+        if args.out and done:
             write_atomically(args.out, "".join(map(json_line, graded)).encode())
-            if len(graded) < bar.total:
-                print(f"{console.shown(args.out)}: the answers to the first {len(graded) // args.samples:,} of "
-                      f"{counted(len(problems), 'problem')}", file=sys.stderr)
+        if args.out and done < len(problems):
+            kept = f"the first {done:,}" if done else "not written, 0"
+            print(f"{console.shown(args.out)}: {kept} of {counted(len(problems), 'problem')} "
+                  "answered", file=sys.stderr)
     return graded
 
 

@@ -66,22 +66,24 @@ def test_greedy_figures_match_written_rows(run):
         assert row["correct"] == float(f"\\boxed{{{row['answer']}}}" in row["completion"])
 
 
-def test_interrupted_evaluation_keeps_the_first_problems(run, monkeypatch, capsys):
+@pytest.mark.parametrize("call,kept", [(6, 10), (1, 0)])
+def test_interrupted_evaluation_keeps_the_first_problems(call, kept, run, monkeypatch, capsys):
     flags = *BASIC, "--limit", 12, "--samples", 2, "--max-rows", 6, "--out"
     run(*flags, "whole.jsonl")
     real, calls = rewards.grade_rows, []
 
     def stopped(*arguments):
         calls.append(1)
-        if len(calls) == 6:
+        if len(calls) == call:
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
     monkeypatch.setattr(rewards, "grade_rows", stopped)
     with pytest.raises(SystemExit, match="stopped by SIGINT"):
         run(*flags, "part.jsonl")
-    assert read_rows("part.jsonl") == read_rows("whole.jsonl")[:10]
-    assert "first 5 of 12 problems" in capsys.readouterr().err
+    assert f"{kept // 2} of 12 problems" in capsys.readouterr().err
+    assert Path("part.jsonl").exists() == bool(kept)
+    assert not kept or read_rows("part.jsonl") == read_rows("whole.jsonl")[:kept]
 
 
 def test_pass_at_k_matches_written_rows(run):
