@@ -7,12 +7,11 @@ python -m pytest tests/test_backward.py -v
 import pytest
 import torch
 from helpers import ROOT, adapted
-from test_ops import an_mlp
 
 import lora
 import ops
 from fast import backward
-from fast.backward import scratch_on, swiglu, wide_weight
+from fast.backward import scratch_on, wide_weight
 from loading import load
 
 PLAIN = dict(ops.PLAIN)
@@ -71,26 +70,3 @@ def test_scratch_works_after_out_of_memory(tiny, monkeypatch):
         full.setattr(torch, "empty", out_of_memory)
         wide_weight(qkv)
     assert wide_weight(qkv).shape == (128 + 12, 64 + 12)
-
-
-# -----------------------------------------------------------------------------
-# The MLP
-
-@pytest.mark.parametrize("grad_enabled", [True, False])
-def test_gate_up_is_kept_only_for_a_backward_pass(monkeypatch, grad_enabled):
-    # With keep=False, a GPU's swiglu returns nothing.
-    kept = []
-
-    def as_on_a_gpu(y, rstd, h, keep=True):
-        kept.append(keep)
-        result = swiglu(y, rstd, h)
-        return result if keep else None
-
-    monkeypatch.setattr(backward, "swiglu", as_on_a_gpu)
-    gate_up, down = an_mlp("bf16", 16, 16, R=4)
-    with torch.set_grad_enabled(grad_enabled):
-        out = backward.mlp(gate_up, down, torch.randn(3, 16, requires_grad=True), torch.ones(3, 1))
-    assert kept == [grad_enabled] == [out.requires_grad]
-    if grad_enabled:
-        out.sum().backward()
-        assert gate_up.a.grad.any() and down.b.grad.any()

@@ -140,17 +140,3 @@ def test_bf16_gradients_are_off_by_their_roundings(both, kind, std):
         own, own_abs = xa[:, p * R:(p + 1) * R], (x_abs @ a_abs.T)[:, p * R:(p + 1) * R]
         off = (linear.b.grad[rows].double() - s * dy[:, rows].T @ own).abs()
         assert (off <= 3.1 * u * s * dy_abs[:, rows].T @ own_abs + 1e-7).all()
-
-
-# -----------------------------------------------------------------------------
-# Files
-
-def test_rank_0_and_wrong_shapes_are_refused(tiny):
-    with pytest.raises(AssertionError, match="rank must be at least 1, got 0"):
-        attach(load(tiny["tied"].folder, base="bf16", device="cpu"), rank=0)
-    model, _ = adapted(tiny["tied"])
-    with pytest.raises(AssertionError, match=r"q_proj: x \(3, 65\), not K=64"):
-        model.layers[0].qkv(torch.zeros(3, 65))
-    with pytest.raises(AssertionError, match="do not add up to N=64"):
-        weight = nvfp4.freeze([torch.zeros(64, 64)], "bf16", torch.float32)
-        Linear(weight, ["a", "b"], (32, 16))

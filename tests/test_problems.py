@@ -188,16 +188,11 @@ def test_arithmetic_splits_share_no_question():
 # -----------------------------------------------------------------------------
 # The order of problems
 
-def test_every_epoch_visits_each_problem_once():
-    epochs = [epoch_order(100, 3, epoch) for epoch in range(4)]
-    assert all(sorted(e) == list(range(100)) for e in epochs)
-    assert len({tuple(e) for e in epochs} | {tuple(epoch_order(100, 4, 0))}) == 5
-
-
 def test_a_step_depends_only_on_its_places():
     steps = [problems_at(range(10), 0, range(first, first + 4)) for first in range(0, 40, 4)]
     walk = sum(steps, [])
     assert all(sorted(walk[e:e + 10]) == list(range(10)) for e in range(0, 40, 10))
+    assert len({tuple(epoch_order(100, *which)) for which in ((3, 0), (3, 1), (4, 0))}) == 3    # seed, epoch
     problems_py.epoch_order.cache_clear()
     assert problems_at(range(10), 0, range(7, 23)) == walk[7:23]          # of a resumed run, or of one rank
     assert problems_at(range(3), 0, range(0, 8))[3:6] != []               # problems repeat if a step needs more

@@ -146,10 +146,11 @@ def test_output_is_unbuffered_in_any_encoding(tmp_path):
 
 @pytest.mark.parametrize("bug", [lambda: max([]), lambda: int("x"), lambda: 1 / 0, lambda: {}["x"],
                                  lambda: torch.zeros(2) @ torch.zeros(3)])
-def test_bug_keeps_traceback(bug):
+def test_bug_keeps_traceback_and_saves_step(bug, capsys):
     with pytest.raises((ArithmeticError, LookupError, RuntimeError, ValueError)):
-        with env.one_line():
+        with env.one_line(lambda then: "step 7 is saved"):
             bug()
+    assert "step 7 is saved" in capsys.readouterr().err
 
 
 def test_bug_on_a_rank_exits_at_once_after_traceback(tmp_path):

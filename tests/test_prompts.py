@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ANSWER, QWEN_SYSTEM, ROOT, TEMPLATES, TINY, TURNS, prompt_of, save_tokenizer, write_rows
+from helpers import ANSWER, ROOT, TEMPLATES, TINY, TURNS, prompt_of, save_tokenizer, write_rows
 
 import prompts as prompts_py
 from files import UserError
@@ -39,20 +39,6 @@ def test_conversations_match_qwens_templates(tmp_path, name, thinking):
         ids = tokenizer.turns([(message["role"], message["content"]) for message in messages])
         assert text_of(tokenizer, ids) == text
         assert ids == file.encode(text).ids
-
-
-@pytest.mark.parametrize("template,system", [
-    (TEMPLATES["qwen2.5"], QWEN_SYSTEM), (TEMPLATES["instruct"], None),
-    # A system message in a variable, concatenated, with a quote and a "<".
-    ("{% set s = 'You\\'re <' ~ 'terse>.' %}{% if messages[0].role != 'system' %}{{ '<|im_start|>system\n' + s + "
-     "'<|im_end|>\n' }}{% endif %}" + TURNS + ANSWER, "You're <terse>.")])
-def test_default_system_message_can_be_replaced(tmp_path, template, system):
-    save_tokenizer(tmp_path, template)
-    tokenizer = Tokenizer(tmp_path)
-    first = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-    rest = "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    assert text_of(tokenizer, prompt_of(tokenizer, "U")) == first + rest
-    assert text_of(tokenizer, prompt_of(tokenizer, "U", "S")) == "<|im_start|>system\nS<|im_end|>\n" + rest
 
 
 @pytest.mark.parametrize("template", [None, [{"name": "default", "template": TURNS}]])

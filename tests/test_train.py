@@ -54,7 +54,10 @@ BY_LENGTH = "--reward", "my_rewards:by_length"
 RESUME = "--resume", *BY_LENGTH
 SIX_STEPS = *"--steps 6 --max-new-tokens 12 --overlong keep --temperature 2".split(), *BY_LENGTH
 REWARDS = '''
+import os
+
 def levels(completion, problem, group):
+    os.chdir("/")                            # moves no file of the run
     return {"level": problem["level"], "group": len(group)}
 
 def sometimes_unscorable(completion, problem):
@@ -99,7 +102,7 @@ def train(argv, folder, log, env, fault):
 class Runs:
     """Starts runs in `folder`, which contains word problems, reward functions and the tiny model in NVFP4.
 
-    Quantizing ../tiny on load gives the same weights (test_weights.py) but takes longer. Only tests that set --base,
+    Quantizing ../tiny on load gives the same weights (test_silent.py) but takes longer. Only tests that set --base,
     --calibrate or --model quantize on load.
     """
 
@@ -547,12 +550,6 @@ def test_reward_error_is_one_line_and_run_is_saved(runs):
     assert "step 2 is saved" in last and "Traceback" not in log
 
 
-def test_a_reward_that_changes_the_folder_moves_no_file(runs):
-    (runs.folder / "moves.py").write_text("import os\ndef f(completion, problem):\n    os.chdir('/')\n    return 1\n")
-    runs.run("moves", "--steps", "1", "--reward", "moves:f")
-    assert (runs.folder / "moves/adapter").is_dir() and len(runs.lines("moves")) == 1
-
-
 def test_custom_reward_and_prompt_need_no_gold(runs):
     rows = [{"question": f"{i}?", "level": i % 3} for i in range(40)]
     (runs.folder / "levels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -561,6 +558,7 @@ def test_custom_reward_and_prompt_need_no_gold(runs):
     samples, (metrics,) = runs.samples("levels"), runs.metrics("levels")
     assert all(row["parts"] == {"level": float(int(row["question"][:-1]) % 3), "group": 4.0} for row in samples)
     assert all(row["reward"] == row["parts"]["level"] + 4 for row in samples)
+    assert (runs.folder / "levels" / ADAPTER).exists()
     assert metrics["reward_group"] == 4 and metrics["reward_level"] == sum(r["parts"]["level"] for r in samples) / 8
     assert 1 <= metrics["eval_reward"] <= 3 and metrics["accuracy"] == 0
 
