@@ -231,6 +231,8 @@ def test_run_sets_flags_and_adapter(adapted, tmp_path, run):
 def test_limit_on_a_test_split(limit, want, tmp_path, run):
     run_folder(tmp_path / "run")
     assert asked(run, *limit) == [f"arithmetic-test-{i}" for i in range(want)]
+    run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60), eval_data=sums(tmp_path / "held.jsonl", 30))
+    assert asked(run, *limit) == [f"held-{i + 1}" for i in range(want)]
 
 
 @pytest.mark.parametrize("limit,count,hub", [((), 4, True), (("--limit", 0), 4, False), (("--limit", 3), 3, False)])

@@ -22,6 +22,7 @@ def test_a_starts_uniform_like_pefts_and_b_at_zero(tiny):
         bound = linear.weight.K ** -0.5
         assert 0.99 * bound < linear.a.max() <= bound and -bound <= linear.a.min() < -0.99 * bound
         assert abs(linear.a.mean()) < 0.1 * bound and not linear.b.any()
+        assert torch.equal(linear.working_a, linear.a)                    # or B's first gradient would be 0
     first, other = (attach(model, rank=8, seed=seed).linears[0].a.clone() for seed in (0, 1))
     assert not torch.equal(first, other)
 

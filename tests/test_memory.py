@@ -201,6 +201,11 @@ def test_dry_step_drops_only_as_many_layers_as_needed(gpu, monkeypatch):
     worst_case = plan.worst_case
     monkeypatch.setattr(plan, "worst_case", lambda *sizes: worst_case(*sizes) + GIB / 2)
     assert plan.kept_layers == 28 and plan.dry_step().kept_layers == 27
+    plan.kept_layers, plan.pool = 0, plan.free - 4.6 * GIB
+    assert plan.dry_step() is plan                                        # 4 + 0.5 fit
+    monkeypatch.setattr(plan, "worst_case", lambda *_: math.inf)          # out of memory
+    with pytest.raises(UserError, match="200 tokens do not fit .* use --micro-batch-tokens 100"):
+        plan.dry_step()
     plan = gpu.plan(kv_gib=35, tokens=200)                           # needs 32 of 40.6 GiB: too few to be tried
     monkeypatch.setattr(plan, "worst_case", None)
     assert plan.dry_step().kept_layers == 28

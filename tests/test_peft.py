@@ -26,6 +26,7 @@ from adapters import (
 )
 from files import UserError, write_json
 from loading import load
+from lora import attach
 
 HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
@@ -34,13 +35,18 @@ REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
 # -----------------------------------------------------------------------------
 # Folders of ours and of PEFT
 
-def test_saved_adapter_has_pefts_names_and_our_values(tiny, tmp_path):
+def test_saved_adapter_has_pefts_names_and_our_values(tiny, tmp_path, capsys):
     model, adapter = adapted(tiny["tied"], rank=200)                      # larger than the linears
     save_adapter(model, tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert saved.keys() == adapter.keys()
     assert all(torch.equal(saved[name], adapter[name]) for name in adapter)
-    assert load_adapter(load(tiny["tied"].folder, base="bf16", device="cpu"), tmp_path).rank == 200
+    again = load(tiny["tied"].folder, base="bf16", device="cpu")
+    assert load_adapter(again, tmp_path).rank == 200 and "every B is 0" not in capsys.readouterr().out
+    attach(again, rank=4)
+    save_adapter(again, tmp_path)
+    load_adapter(again, tmp_path)
+    assert "every B is 0" in capsys.readouterr().out
 
 
 def test_saved_config_names_adapted_linears(tiny, tmp_path):

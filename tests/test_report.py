@@ -88,9 +88,9 @@ def test_page_is_self_contained(tmp_path, monkeypatch):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|Function\(", html)
 
 
-def test_every_nth_step_and_size_limit(tmp_path, monkeypatch):
-    folder = write_run(tmp_path / "a")
-    assert run(monkeypatch, folder, "--every", 10) is None
+def test_every_nth_step_and_size_limit(tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "a", steps=50)
+    assert run(monkeypatch, folder, "--every", 10) is None and "unfinished: 41 of 50 steps" in capsys.readouterr().err
     assert {row["step"] for row in data_of(folder / "report.html")["runs"][0]["answers"]["training"]} == {0, 10, 20, 30}
     monkeypatch.setattr(report, "MOST_CHARACTERS", 20_000)
     assert "--every 10 keeps" in run(monkeypatch, folder)
