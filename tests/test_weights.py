@@ -57,28 +57,20 @@ def test_loaded_model_yields_its_folders_tensors(tiny, shape):
 
 
 @pytest.mark.parametrize("shape", ["tied", "untied", "qwen3-tied"])
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
-def test_merged_folder_has_the_same_logits(tiny, tmp_path, monkeypatch, shape, base):
-    case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 13)
-    model, adapter = adapted(case, base=base)
+def test_merged_folder_is_the_base_plus_the_adapter(tiny, tmp_path, monkeypatch, shape):
+    """test_convert.py merges an adapter into a 4-bit base and compares logits."""
+    case = tiny[shape]
+    model, adapter = adapted(case)
     monkeypatch.setattr(weights_py, "SHARD_BYTES", 20_000)                       # several shards
     tensors = ((name, t.detach().bfloat16()) for name, t in model_tensors(model))
     save_model(tensors, case.folder, tmp_path / "merged")
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in case.tensors.values())
-    again = load(tmp_path / "merged", base="bf16", device="cpu")
-    for name, got in model_tensors(again):
-        assert torch.equal(got.bfloat16().float(), got.float()), f"{name} is not bf16"
-    if base == "bf16":
-        for name, exact in merged(case.tensors, adapter, 6 / 4).items():
-            got = dict(model_tensors(again))[name].double()
-            assert ((got - exact).abs() <= 2.0**-8 * exact.abs() + 1e-7).all(), name
-    with torch.no_grad():
-        want, got = model(tokens), again(tokens)
-    # Rounding adds noise of 2^-9 / sqrt(3) to each weight: through ~14 matrices, 0.4 % of the spread. This adapter is
-    # large compared with W and amplifies it to 1.0 %.
-    assert (got - want).std() < 0.02 * want.std()
+    again = dict(model_tensors(load(tmp_path / "merged", base="bf16", device="cpu")))
+    for name, exact in merged(case.tensors, adapter, 6 / 4).items():
+        assert torch.equal(again[name].bfloat16().float(), again[name].float()), f"{name} is not bf16"
+        assert ((again[name].double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-7).all(), name
 
 
 def test_qwen3_config_from_transformers_is_read(tiny, tmp_path):
