@@ -310,7 +310,8 @@ def hessians(layer: Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
             for linear in linears_of(layer)}
 
     def add(linear, x):
-        sums[linear] += mm_fp32(x.T, x)
+        x = x.float()                            # bf16 products on a GPU lose too much of H
+        sums[linear].addmm_(x.T, x)
 
     with listening(layer, add):
         for chunk in chunks:

@@ -14,8 +14,7 @@ Not here: the loss (grpo.py), the model's forward and backward pass (model.py, o
 """
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -107,14 +106,11 @@ class AdamW:
               weight_decay=self.weight_decay, eps=self.EPS, amsgrad=False, maximize=False)
 
 
-AVERAGED = 10                                    # steps
-
-
 class Learner:
     """Trains a model's adapter; owns all state that updates change.
 
     temperature: the sampler's. The learner divides its logits by it too, so that both have the same
-    distribution. averages: keep the mean of the adapter over the last steps (average()).
+    distribution.
 
     Two attributes can be set to what fits in memory: micro_batch_tokens, and kept_layers, the
     number of layers that keep their activations for the backward pass (the others recompute them:
@@ -123,7 +119,7 @@ class Learner:
     OPTIMIZER = AdamW
 
     def __init__(self, model: Transformer, loss: grpo.Loss, temperature: float = 1.0,
-                 max_grad_norm: float = 0.2, weight_decay: float = 0.0, averages: bool = False):
+                 max_grad_norm: float = 0.2, weight_decay: float = 0.0):
         self.model = model
         self.adapter = model.adapter
         self.loss = loss
@@ -132,7 +128,6 @@ class Learner:
         self.optimizer = self.OPTIMIZER(self.adapter, weight_decay)
         self.micro_batch_tokens = 8192
         self.kept_layers = 0
-        self.mean = self.adapter.master.detach().clone() if averages else None
 
     @classmethod
     def state_bytes(cls, parameters: int, dtype: torch.dtype) -> int:
@@ -143,27 +138,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by name; update() changes them in place."""
-        mean = {} if self.mean is None else {"mean": self.mean}
-        return {"master": self.adapter.master.data, **self.optimizer.tensors(), **mean}
-
-    def average(self, step: int) -> None:
-        """Moves the mean towards the adapter after training step `step`: the mean of all steps at
-        first, then one whose older steps fade, with a weight of 1 / AVERAGED for the newest.
-
-        A constant learning rate leaves noise in the adapter. A mean takes it out as a decaying rate
-        does, without slowing down (WSM, 2507.17634).
-        """
-        if self.mean is not None:
-            self.mean.lerp_(self.adapter.master.data, 1 / min(step + 1, AVERAGED))
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """A context in which sampler and learner compute with the mean, if there is one."""
-        self.adapter.sync(self.mean)
-        try:
-            yield
-        finally:
-            self.adapter.sync()
+        return {"master": self.adapter.master.data, **self.optimizer.tensors()}
 
     @torch.enable_grad()                         # a --reward may have disabled it
     def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:

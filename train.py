@@ -132,7 +132,6 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         if len(minibatches) > 1:                 # else old and policy are the same
             run.learner.compute_old_logprobs(batch, minibatches[:settings.updates_per_rollout])
         updates = [run.learner.update(batch, *one) for one in zip(minibatches, rates)]
-        run.learner.average(step)
         done = time.perf_counter()
 
         # 4) Report.
@@ -207,7 +206,7 @@ def learning_rate(optim: Optim, fraction: float) -> float:
     rising = optim.lr * fraction / optim.warmup if fraction < optim.warmup else optim.lr
     if optim.lr_schedule == "wsd":               # falls to 0 over the last quarter
         return min(rising, optim.lr * (4 * (1 - fraction)))
-    if fraction < optim.warmup or optim.lr_schedule == "average":
+    if fraction < optim.warmup:
         return rising
     angle = math.pi * (fraction - optim.warmup) / (1 - optim.warmup)
     return optim.lr * (1 + math.cos(angle)) / 2
@@ -270,8 +269,7 @@ def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
     places = share(range(len(run.held_out)))
     began = time.perf_counter()
     greedy = Sampling(run.settings.max_new_tokens, run.tokenizer.end_ids, temperature=0.0)
-    with run.learner.averaged():
-        rollouts = sample(run.sampler, problems, 1, greedy, places)
+    rollouts = sample(run.sampler, problems, 1, greedy, places)
     graded = gather(run.grade(problems, rollouts.rows))
     metrics = {"eval_accuracy": sum(one["correct"] for one in graded) / len(graded)}
     if run.settings.reward:

@@ -169,9 +169,7 @@ class Optim:
     lr: float = setting(1e-4, "peak learning rate (paper: 1e-5)", "(0, 10]")
     lr_schedule: str = setting(
         "wsd", "learning rate after warm-up; wsd (warmup-stable-decay): constant, then linear to 0 "
-        "over the last quarter; cosine: half a cosine to 0 (release); average: constant, and the "
-        "result is the mean of the adapter over about ten steps",
-        choices=("cosine", "wsd", "average"))
+        "over the last quarter; cosine: half a cosine to 0 (release)", choices=("cosine", "wsd"))
     warmup: float = setting(0.1, "fraction of the run spent on warm-up", "[0, 1]")
     epochs: int = setting(1, "passes over each batch of rollouts (paper: 4)",
                           AT_LEAST_1)
@@ -422,9 +420,6 @@ def check_together(settings: Settings) -> None:
     if settings.calibrate and settings.base != "nvfp4":
         raise UserError(f"--calibrate {settings.calibrate} needs --base nvfp4, got "
                         f"{settings.base}")
-    if settings.train == "full" and settings.lr_schedule == "average":
-        raise UserError("--lr-schedule average keeps a second copy of an adapter, and --train full "
-                        "has none: use wsd or cosine")
     if settings.train == "full" and (settings.base != "bf16" or settings.adapter
                                      or settings.kl_beta):
         raise UserError("--train full trains the 16-bit weights in place and keeps no copy, so it "

@@ -122,7 +122,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     check_same_on_all_ranks(conditions)
     flags["trained_with"] = conditions
     learner = Learner(model, loss_of(settings), settings.temperature, settings.max_grad_norm,
-                      settings.weight_decay, settings.lr_schedule == "average")
+                      settings.weight_decay)
     # Everything that a checkpoint holds. Add a fork's tensors here, before memory is divided.
     state = learner.tensors()
     limits = memory.Limits(settings.memory_gib, None, settings.micro_batch_tokens)
@@ -135,7 +135,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
                               plug_in=plug_in)
 
     def write_adapter(tensors, folder):
-        adapters.save_adapter(model, folder, tensors.get("mean", tensors["master"]))
+        adapters.save_adapter(model, folder, tensors["master"])
         write_json(folder / adapters.TRAINED_WITH, conditions)
 
     def write_model(tensors, folder):

@@ -246,22 +246,6 @@ def test_optimizer_matches_torchs_adamw_and_the_formula():
     assert optimizer.tensors()["step"] == 20 and (exact - start).abs().mean() > 1e-2
 
 
-def test_average_by_hand(tiny):
-    model = some_step(tiny)[0].model
-    learner = Learner(model, grpo.LOSSES["dapo"], averages=True)
-    master, mean = learner.adapter.master, learner.tensors()["mean"]
-    expected = master.data.double()
-    for step in range(13):
-        master.data.copy_(torch.full_like(master, float(step)))
-        learner.average(step)
-        expected += (step - expected) / min(step + 1, 10)                      # 4.5 after 10 steps
-    torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=0)
-    b = slice(learner.adapter.b_start, None)
-    with learner.averaged():
-        torch.testing.assert_close(learner.adapter.working[b], mean[b] * learner.adapter.scale)
-    assert (master == 12).all() and (learner.adapter.working[b] == 12 * learner.adapter.scale).all()
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_state_bytes_counts_all_training_state(tiny, dtype):
     learner, *_ = some_step(tiny, dtype=dtype)

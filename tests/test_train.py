@@ -208,8 +208,8 @@ def longer(runs, whole):
     return out
 
 
-def test_replay_and_average_resume_and_share(runs):
-    flags = *"--steps 12 --replay 0.5 --lr-schedule average --prompts-per-step 4 --max-new-tokens 12".split(), \
+def test_replay_resumes_and_is_shared(runs):
+    flags = *"--steps 12 --replay 0.5 --prompts-per-step 4 --max-new-tokens 12".split(), \
         *"--temperature 2 --eval-every 5 --save-every 4".split()
     runs.run("replays", *flags)
     metrics, samples = runs.metrics("replays"), runs.samples("replays")
@@ -222,10 +222,6 @@ def test_replay_and_average_resume_and_share(runs):
         assert [name in before for name in asked] == [True] * m["replayed"] + [False] * (4 - m["replayed"])
         new = rows[4 * m["replayed"]:]
         assert m["accuracy_new"] == sum(row["correct"] for row in new) / len(new)
-    adapter, state = load_file(runs.folder / "replays" / ADAPTER), runs.state("replays", 12)
-    assert not torch.equal(state["mean"], state["master"])
-    held = torch.cat([t.flatten() for t in adapter.values()]).sort().values
-    assert torch.equal(held, state["mean"][state["mean"] != 0].sort().values)
     shutil.copytree(runs.folder / "replays", runs.folder / "replays2")
     shutil.rmtree(runs.folder / "replays2/checkpoints/step_000012")
     runs.run("replays2", "--resume")
@@ -272,8 +268,6 @@ def test_learning_rate_by_hand():
     assert [train_py.learning_rate(cosine, x) for x in (0.1, 0.55, 0.775, 1)] == pytest.approx(
         [2, 1, 1 + math.cos(0.75 * math.pi), 0])
     assert [train_py.learning_rate(wsd, x) for x in (0.1, 0.5, 0.75, 0.875, 1)] == pytest.approx([2, 2, 2, 1, 0])
-    average = dataclasses.replace(wsd, lr_schedule="average")
-    assert [train_py.learning_rate(average, x) for x in (0.05, 0.1, 1)] == [1, 2, 2]
     slow = dataclasses.replace(wsd, warmup=1.0)                      # rises until it meets the fall: x = 4 (1 - x)
     assert [train_py.learning_rate(slow, x) for x in (0.4, 0.8, 0.9, 1)] == pytest.approx([0.8, 1.6, 0.8, 0])
 
