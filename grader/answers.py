@@ -616,10 +616,11 @@ PLAIN = re.compile(rf"«(?:\\(?:{GREEK})|[A-Za-z])(?:\([a-z]\))?")  # x, \theta,
 
 def may_rename(a: tuple, b: tuple) -> bool:
     """Can two labels name the same thing? x and k can; so can f(x) and y, or x_1 and x. But x_1 and
-    x_2 are different things, and so are f(0) and f(1), y and y', AB and AC, (x, y) and (y, x).
+    x_2 are different things, and so are f(x) and f(y), y and y', AB and AC, (x, y) and (y, x).
     """
     x, y = "".join(a), "".join(b)
-    are_plain = PLAIN.fullmatch(x) and PLAIN.fullmatch(y)
+    arguments = {x.partition("(")[2], y.partition("(")[2]} - {""}
+    are_plain = PLAIN.fullmatch(x) and PLAIN.fullmatch(y) and len(arguments) < 2
     return x == y or bool(are_plain) or x.partition("_")[0] == y or y.partition("_")[0] == x
 
 
@@ -728,7 +729,7 @@ def named(x: Reading) -> tuple[tuple, Reading]:
     """
     if x.kind == "eq":
         for name, value in ((x.tokens[0], x.items[1]), (x.tokens[1], x.items[0])):
-            if label(name):
+            if label(name) and x.tokens[0] != x.tokens[1]:  # y = y names nothing
                 return label(name), value
         x = x._replace(kind="rel")
     return (), x
@@ -747,11 +748,11 @@ def same_collection(a: Group, b: Reading, point: Point) -> bool:
         return in_order(values, b.items, point)
     items = b.items if b.kind in ("list", "set") else [b]
     other_names, others = zip(*map(named, items)) if items else ((), ())
-    all_names = names + other_names
-    if {*names} & {*other_names} and () not in all_names and len({*names}) == len(names):
-        found = dict(zip(other_names, others))  # x = 1, y = 2 is not y = 1, x = 2 or y = 1, z = 2
-        return sorted(names) == sorted(other_names) and in_order(
-            values, [found[name] for name in names], point)
+    if sorted(names) == sorted(other_names) and len({*names}) == len(names):
+        found = dict(zip(other_names, others))
+        return in_order(values, [found[name] for name in names], point)
+    if () not in names + other_names and {*names} != {*other_names} and {*names} & {*other_names}:
+        return False  # x = 1, y = 2 is not y = 1, z = 2
     families = [{"".join(name).partition("_")[0] for name in part} for part in (names, other_names)]
     is_ordered = any("" not in part and len(part) > 1 for part in families)
     return (in_order if is_ordered else in_any_order)(values, others, point)

@@ -139,7 +139,8 @@ AB=12 == \boxed{AB=12}    2AB+C == C+2AB
     "the name of an unknown is free, unless order or function matters": (r"""
 (x,y)=(1,2) == (y,x)=(1,2)    (a,b,c)=(1,2,3) == (c,b,a)=(1,2,3)    x:y=2:3 == y:x=2:3    a:b:c=1:2:3 == c:b:a=1:2:3
 x/y=2 == y/x=2    \cos A=.5 == \sin A=.5    \sin A=.5 == A=.5    |x|=5 == x=5    P(A)=.5 == P(B)=.5
-\overline{z}=1+i == z=1+i    x=1,y=2 == y=1,x=2    x=1,y=2 == y=1,z=2    \frac{dy}{dx}=2x == y=2x
+\overline{z}=1+i == z=1+i    x=1,y=2 == y=1,x=2    x=1,y=2 == y=1,z=2    x=y == y=y    f(x)=ax == f(y)=ax    f(y)=1,f(x)=2 == f(x)=1,f(x)=2
+\frac{dy}{dx}=2x == y=2x
 \frac{x}{y}=2 == \frac{y}{x}=2    x<y == y<x    \tan A=2 == 2    \ln x=2 == 2    r == R
 ab == AB    \pi r^2 == \pi R^2
 """, r"""
