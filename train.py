@@ -55,36 +55,6 @@ from tasks.problems import problems_at
 # -----------------------------------------------------------------------------
 # The loop: sample, score, update, report
 
-WAIT = 8                                         # steps until a problem is asked again
-
-
-def choose_problems(settings: Settings, count: int, progress: Progress) -> tuple[list, list]:
-    """A step's problems, as numbers below `count`: (those asked again, new ones).
-
-    Every problem is asked once before any is new again. With --replay, up to this share of a step
-    are problems whose answers got different rewards at least WAIT steps ago, longest ago first: half
-    of all groups are all right or all wrong and teach nothing, and most of those that differed do
-    so again.
-    """
-    P = settings.prompts_per_step
-    first = progress.cursor - progress.replayed
-    new = problems_at(range(count), settings.seed, range(first, first + P))
-    again = [number for asked, number in progress.again
-             if asked <= progress.step - WAIT and number not in new]
-    again = again[:int(P * settings.replay)]
-    return again, new[:P - len(again)]
-
-
-def remember(settings: Settings, again: list, step: int, chosen: list, rows: list[Row]) -> list:
-    """The [step, problem number] to ask again, after this step, oldest first."""
-    if not settings.replay:
-        return []
-    split = grpo.split_groups(column(rows, "reward"), settings.group_size).tolist()
-    waiting = [one for one in again if one[1] not in chosen]
-    waiting += [[step, number] for number in dict.fromkeys(itertools.compress(chosen, split))]
-    return waiting[-WAIT * settings.prompts_per_step:]
-
-
 def sample_answers(sampler: Sampler, problems: list, group_size: int, sampling: Sampling,
                    places: range | list) -> Rollouts:
     """Samples group_size answers to each problem. places: see Sampler.generate."""
@@ -139,8 +109,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         skipped = progress.skipped + sum(bool(update.failure) for update in updates)
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, batch.teaches(), minibatches, updates, G)
-        metrics |= report_new(rollouts.rows[len(again) * G:], len(again))
+        metrics |= report(rollouts, batch.teaches(), minibatches, updates, G, len(again))
         metrics |= {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
@@ -151,6 +120,39 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
             metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)
         run.watch.see(metrics, updates)          # may end the run
+
+
+# -----------------------------------------------------------------------------
+# Which problems a step asks
+
+WAIT = 8                                         # steps until a problem is asked again
+
+
+def choose_problems(settings: Settings, count: int, progress: Progress) -> tuple[list, list]:
+    """A step's problems, as numbers below `count`: (those asked again, new ones).
+
+    Every problem is asked once before any is new again. With --replay, up to this share of a step
+    are problems whose answers got different rewards at least WAIT steps ago, longest ago first: half
+    of all groups are all right or all wrong and teach nothing, and most of those that differed do
+    so again.
+    """
+    P = settings.prompts_per_step
+    first = progress.cursor - progress.replayed
+    new = problems_at(range(count), settings.seed, range(first, first + P))
+    again = [number for asked, number in progress.again
+             if asked <= progress.step - WAIT and number not in new]
+    again = again[:int(P * settings.replay)]
+    return again, new[:P - len(again)]
+
+
+def remember(settings: Settings, again: list, step: int, chosen: list, rows: list[Row]) -> list:
+    """The [step, problem number] to ask again, after this step, oldest first."""
+    if not settings.replay:
+        return []
+    split = grpo.split_groups(column(rows, "reward"), settings.group_size).tolist()
+    waiting = [one for one in again if one[1] not in chosen]
+    waiting += [[step, number] for number in dict.fromkeys(itertools.compress(chosen, split))]
+    return waiting[-WAIT * settings.prompts_per_step:]
 
 
 # -----------------------------------------------------------------------------
@@ -216,8 +218,9 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 # Report
 
 def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Tensor],
-           updates: list[Update], group_size: int) -> dict:
-    """The step's metrics, defined in docs/metrics.md. teaches: of Batch.teaches().
+           updates: list[Update], group_size: int, again: int = 0) -> dict:
+    """The step's metrics, defined in docs/metrics.md. teaches: of Batch.teaches(). again: how many
+    of the problems, the first ones, were asked again.
 
     Most are means over the B rows of all ranks; those that compare log-probs are means over the
     trained tokens. The loss isn't reported, because with centered advantages its value says nothing
@@ -235,7 +238,9 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Te
         for name in names:
             part = torch.tensor([one["parts"].get(name, 0.0) for one in graded])
             metrics[f"reward_{name}"] = part.nanmean().item()
-    metrics |= {"accuracy": mean("correct"), "format": mean("format")}
+    new = [one["correct"] for one in graded[again * group_size:]]
+    metrics |= {"accuracy": mean("correct"), "accuracy_new": sum(new) / len(new),
+                "replayed": again, "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
     metrics["sampler_entropy"] = sampler_entropy(graded)
     informative = grpo.informative_groups(column(rows, "reward"), group_size)
@@ -252,12 +257,6 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Te
     metrics |= {"grad_norm": trained[-1].grad_norm, "lr": updates[-1].lr}
     seconds = rollouts.seconds or math.inf       # 0 if a user's sampling function didn't set it
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
-
-
-def report_new(rows: list[Row], again: int) -> dict:
-    """How many problems were asked again, and the accuracy on the others, whose rows these are."""
-    right = [row.graded["correct"] for row in rows]
-    return {"replayed": again, "accuracy_new": sum(right) / len(right)}
 
 
 def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:

@@ -12,12 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_qwen2 import config_json, random_tensors, write_folder
 
+import calibrate
 from fast import backward
 from files import UserError
 from harness import setup
 from harness.setup import choose_device, configure_cpu, load_kernels
 from sampler import TorchEngine
+from weights import ModelFolder
 
 ROOT = Path(__file__).parent.parent
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares kernels with plain torch on a GPU")
@@ -86,6 +89,20 @@ def test_plain_kernels_train_like_the_others(tmp_path):
     for plain, fast in zip(*logs, strict=True):
         assert plain["rollout_logp_diff"] < 0.02 and fast["rollout_logp_diff"] < 0.02
         assert plain["reward"] == pytest.approx(fast["reward"], abs=0.05)
+
+
+@needs_gpu
+@torch.no_grad()
+def test_calibration_with_a_massive_activation(tmp_path):
+    """One input of down_proj is 10,000 times as large as the others, as in real models. H must stay positive definite."""
+    raw = config_json("untied") | {"intermediate_size": 4864}
+    tensors = random_tensors(raw)
+    for name in tensors:
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensors[name][7] *= 100
+    folder = ModelFolder(write_folder(tmp_path / "model", raw, tensors))
+    texts = [calibrate.Text([(7 * i + j) % raw["vocab_size"] for j in range(200)], 20) for i in range(40)]
+    calibrate.to_nvfp4(calibrate.source_of(folder, torch.device("cuda")), tmp_path / "out", texts, None)
 
 
 def test_cpu_gradient_accumulation_is_deterministic():
