@@ -42,7 +42,8 @@ A weight is 1 / divisor. The divisor counts all rows or tokens in the update and
 first backward pass, so the gradients of micro-batches and ranks simply add up.
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
-divisor, the clip, and whether the ratio is per token or per row, so each is an entry in LOSSES.
+divisor, the clip, whether the ratio is per token or per row (each an entry in LOSSES), and in what
+flags set: the advantages' scale and the KL term.
 docs/walkthrough.md (section 7) explains why there are two ratios where PPO has one.
 
 Not here: a critic and an entropy bonus (QeRL uses neither), a penalty for long answers
@@ -153,8 +154,7 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def spread(grouped: Tensor) -> Tensor:
-    """The highest minus the lowest reward of each group (P, G) -> (P,), of rows that have one: not
-    NaN; -inf for a group without.
+    """The highest minus the lowest reward of each group (P, G) -> (P,), ignoring NaN; -inf if all are.
     """
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
     return highest - grouped.nan_to_num(nan=torch.inf).amin(dim=1)

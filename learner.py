@@ -53,9 +53,9 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """Result of update(). No step is taken if no row was trained (sums is empty), the gradient is 0
-    up to rounding, or the loss or gradient is not finite (failure says which). Skipped updates
-    still report the non-finite values.
+    """Result of update(). `failure` is set if the loss or gradient is not finite, and `sums` is empty
+    if no row was trained. No step is taken in either case, nor if the gradient is 0 up to rounding.
+    Skipped updates still report the non-finite values.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping

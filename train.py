@@ -131,10 +131,9 @@ WAIT = 8                                         # steps until a problem is aske
 def choose_problems(settings: Settings, count: int, progress: Progress) -> tuple[list, list]:
     """A step's problems, as numbers below `count`: (those asked again, new ones).
 
-    Every problem is asked once before any is new again. With --replay, up to this share of a step
-    are problems whose answers got different rewards at least WAIT steps ago, longest ago first: half
-    of all groups are all right or all wrong and teach nothing, and most of those that differed do
-    so again.
+    Problems are drawn without replacement, epoch by epoch. With --replay, up to this share of a
+    step are problems whose answers got different rewards at least WAIT steps ago, longest ago
+    first: a group with equal rewards teaches nothing, and those that differed often do so again.
     """
     P = settings.prompts_per_step
     first = progress.cursor - progress.replayed
@@ -146,7 +145,7 @@ def choose_problems(settings: Settings, count: int, progress: Progress) -> tuple
 
 
 def remember(settings: Settings, again: list, step: int, chosen: list, rows: list[Row]) -> list:
-    """The [step, problem number] to ask again, after this step, oldest first."""
+    """The updated replay queue, [step, problem number] each, oldest first."""
     if not settings.replay:
         return []
     split = grpo.split_groups(column(rows, "reward"), settings.group_size).tolist()
