@@ -157,7 +157,7 @@ def test_config_does_not_copy_an_automatic_calibrate(run):
     ("lr", "fast"), ("lr", 12), ("lr", -1), ("steps", 2.5), ("steps", True), ("epochs", [2]), ("epochs", 0),
     ("base", "int3"), ("warmup", 2), ("lora_rank", 10**12),      # bad values
     ("train_norms", False), ("preset", "paper"), ("entropy_coef", 0.1), ("Lr", 0.1), ("", 1), ("help", 1),
-    ("config", "x"),                                             # not settings
+    ("lora_ran", 8), ("config", "x"),                            # not settings
     ("out", "x"), ("device", "cpu"), ("memory_gib", 3)])        # not stored in files
 @pytest.mark.parametrize("resume", [False, True])
 def test_wrong_entry_in_file_is_named(run, name, value, resume):

@@ -105,3 +105,5 @@ def test_row_without_prompt_or_completion_is_refused(tiny):
     for start in (0, 3):
         with pytest.raises(AssertionError, match="a prompt token and a scored token"):
             model.token_logprobs([[1, 2, 3]], [start])
+    with pytest.raises(AssertionError, match="temperature"):
+        model.token_logprobs([[1, 2, 3]], [1], temperature=0)

@@ -106,7 +106,7 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
     (dict(tensors={A: torch.zeros(3, 65)}), rf"{A}', \(3, 65\).*{A}', \(3, 64\)"),
     (dict(tensors={"base_model.model.lm_head.lora_A.weight": torch.zeros(3, 64)}), "has .*lm_head"),
     (dict(tensors={A.removeprefix("base_model."): torch.zeros(3, 64)}, drop=(A,)), f"has .*'model.*expected .*{A}"),
-    (dict(tensors={A: torch.full((3, 64), torch.nan)}), A),
+    *((dict(tensors={A: value}), A) for value in (torch.full((3, 64), torch.nan), torch.ones(3, 64).char())),
 ])
 def test_wrong_adapter_is_rejected(tiny, tmp_path, change, named):
     model = load(tiny["tied"].folder, base="bf16", device="cpu")

@@ -276,6 +276,7 @@ def lose_tensor(file):
     ("model-00001-of-00003.safetensors", lambda file: cut(file, 100)),
     ("whether model-00001-of-00003.safetensors has", lambda _: lose_tensor(_.with_name("model-00001-of-00003.safetensors"))),
     ("model.safetensors.index.json", lambda file: file.write_text('{"weight_map": ')),
+    ("model.safetensors.index.json", lambda file: file.write_text('{"weight_map": {"a": "x", "b": 3}}')),
     ("passwd.safetensors", lambda _: _.with_name("model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "../../passwd.safetensors"}}')),
     ("config.json", lambda file: file.write_text("[]")), ("config.json", lambda file: file.write_text("{")),
