@@ -87,10 +87,11 @@ def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
         suffixes.append([len(suffix) for suffix in of_group])
         for i, suffix in zip(group, of_group):
             # The prompt's last token predicts the first completion token; each later one is
-            # predicted by the token before it. In a group, the first range is that last token and
-            # the second the suffix. Alone, a row is all prefix, and the first range has them all.
-            predictors += range(end - length + starts[i] - 1, end)
-            predictors += range(len(tokens), len(tokens) + len(suffix))
+            # predicted by the token before it.
+            if len(group) > 1:
+                predictors += [end - 1, *range(len(tokens), len(tokens) + len(suffix))]
+            else:                                # the row is all prefix
+                predictors += range(end - length + starts[i] - 1, end)
             tokens += suffix
     return Layout(tokens, prefixes, suffixes, predictors)
 

@@ -38,8 +38,9 @@ Two flags add updates: --epochs N trains on all rows N times, --updates-per-roll
 Nth of the groups at a time. The old log-probs then take a forward pass of their own, before the
 first update.
 
-A weight is 1 / divisor. The divisor counts all rows or tokens in the update and is known before the
-first backward pass, so the gradients of micro-batches and ranks simply add up.
+A token's weight is its share of the loss, 1 / divisor. The divisor counts rows or tokens of the
+whole update and is known before the first backward pass, so the gradients of micro-batches and
+ranks simply add up.
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
 divisor, the clip, whether the ratio is per token or per row (each an entry in LOSSES), and in what

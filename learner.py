@@ -206,11 +206,12 @@ class Learner:
         # The gradient's size doesn't show it: A's genuine gradients can be as small as 1e-8. Nor
         # does the KL alone: with B at 0, a GPU still rounds policy and reference differently, by
         # up to 1e-4.
-        taught = batch.teaches() & (weights > 0).any(dim=1)
-        if not self.loss.needs_reference or taught.any():
+        if not self.loss.needs_reference:
             return False
+        taught = batch.teaches() & (weights > 0).any(dim=1)
         b = self.adapter.master[self.adapter.b_start:]
-        return sums["kl"] < 1e-8 * sums["tokens"] or not b.any()
+        at_reference = sums["kl"] < 1e-8 * sums["tokens"] or not b.any()
+        return at_reference and not taught.any()
 
     def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
         """The indices of the rows that an update trains on."""

@@ -89,6 +89,7 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
     y = mm_fp32(x, layer.matrix().T)
     if not layer.rank:
         return y
+    # The values are the rounded copies, the gradients those of a and s * b.
     a = Rounded.apply(layer.a, layer.working_a)
     b = Rounded.apply(layer.b * layer.adapter.scale, layer.working_b)
     xa = mm_fp32(x, a.T).to(x.dtype)

@@ -9,7 +9,7 @@ A layer, with x the residual stream:
     x += o(attention(rope(qkv(norm(x)))))        q, k, v: one fused matrix
     x += down(silu(gate) * up)                   gate|up = gate_up(norm(x))
 In Qwen2.5, q, k and v have biases. In Qwen3, each head of q and k is normed before the rotary
-embedding. Llama, SmolLM2 and Mistral have neither. d may differ from D / H.
+embedding. Llama, SmolLM2 and Mistral have neither.
 
 Precision. GRPO divides the learner's probability of a token by the sampler's, so the two must agree
 even though they sum in different orders. That's why the residual stream, sums and results of
@@ -32,7 +32,7 @@ in other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 Not here: the KV cache (sampler.py); which models compute this (weights.COMPUTED, FAMILIES).
 
 Shapes: B rows, T tokens, V vocabulary, D hidden size, H query heads, KV key-value heads, d head
-size, F intermediate size.
+size (not always D / H), F intermediate size.
 """
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -26,8 +26,7 @@ The usual scale maps the largest weight to 6, the largest magnitude: 0.30 / 6 = 
     decoded             0.305     0.203     -0.102    0           squared error 0.0022
 
 Most of the error comes from 0.245, which falls between 4 and 6, where E2M1 is coarsest. quantize()
-tries eleven E4M3 numbers around 104 (`offsets`). Of these, 160 has the smallest error, with a unit
-of 0.0781:
+tries eleven E4M3 numbers around 104 (`offsets`). Of these, 160 fits best, with a unit of 0.0781:
     w / unit            3.84      3.14      -1.54     0.13
     nearest e2m1        4         3         -1.5      0
     decoded             0.3125    0.234     -0.117    0           squared error 0.0004

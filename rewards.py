@@ -73,11 +73,12 @@ def grade(completion: str, gold: str, question: str = "", style: str = "boxed") 
     style: the form that the prompt asked for, "boxed" or "tags".
     """
     answer, rule = extract(completion)
-    correct = int(answer is not None and is_equal(answer, gold) and (clean(answer) == clean(gold) or not (
-        is_unfinished(answer, gold) or is_copied(answer, question, gold)
-        or is_padded(answer, question, gold))))
+    correct = answer is not None and is_equal(answer, gold)
+    if correct and clean(answer) != clean(gold):     # a gold answer may be a formula itself
+        correct = not (is_unfinished(answer, gold) or is_copied(answer, question, gold)
+                       or is_padded(answer, question, gold))
     well_formed = format_tags(completion) if style == "tags" else int(rule == "box")
-    return Grade(correct, well_formed, rule, answer)
+    return Grade(int(correct), well_formed, rule, answer)
 
 
 def format_tags(text: str) -> int:

@@ -136,8 +136,8 @@ def choose_problems(settings: Settings, count: int, progress: Progress) -> tuple
     first: a group with equal rewards teaches nothing, and those that differed often do so again.
     """
     P = settings.prompts_per_step
-    first = progress.cursor - progress.replayed
-    new = problems_at(range(count), settings.seed, range(first, first + P))
+    places = range(progress.next_new, progress.next_new + P)
+    new = problems_at(range(count), settings.seed, places)
     again = [number for asked, number in progress.again
              if asked <= progress.step - WAIT and number not in new]
     again = again[:int(P * settings.replay)]

@@ -57,7 +57,12 @@ class Progress:
     tokens: int = 0                              # completion tokens sampled so far
     skipped: int = 0                             # updates whose loss or gradient was not finite
     replayed: int = 0                            # how many of the groups answered a problem again
-    again: list = dataclasses.field(default_factory=list)    # (train.choose_problems)
+    again: list = dataclasses.field(default_factory=list)    # the queue of --replay
+
+    @property
+    def next_new(self) -> int:
+        """The index of the next new problem in the run's order."""
+        return self.cursor - self.replayed
 
 
 @dataclass(frozen=True)
