@@ -132,7 +132,7 @@ def farewell(settings: Settings, evaluable: bool) -> None:
 
 
 def duration(seconds: float) -> str:
-    """90 s, 12 min or 3 h 5 min."""
+    """80 s, 12 min or 3 h 5 min."""
     minutes = round(seconds / 60)
     if minutes < 2:
         return f"{seconds:.0f} s"

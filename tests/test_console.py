@@ -9,7 +9,7 @@ import pytest
 
 from files import Stopped
 from harness.config import Settings
-from harness.console import PATIENCE, Watch
+from harness.console import PATIENCE, Watch, duration
 
 METRICS = dict(step=0, accuracy=0.3, reward=0.35, groups=9, length=280.0, truncated=0.04, informative=0.25,
                tokens_per_s=2553.0, seconds=61.0)
@@ -53,3 +53,7 @@ def test_sampler_that_disagrees_with_learner_warns_once(sigma, drift, warnings, 
     for _ in range(3):
         watch.see(METRICS | dict(sigma=sigma, rollout_logp_diff=drift), [update()])
     assert capsys.readouterr().out.count("sampler and learner disagree") == warnings
+
+
+def test_durations():
+    assert [duration(seconds) for seconds in (80, 700, 11_100)] == ["80 s", "12 min", "3 h 5 min"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import ANSWER, ROOT, TEMPLATES, TINY, TURNS, prompt_of, save_tokenizer, write_rows
+from tokenizers import processors
 
 import prompts as prompts_py
 from files import UserError
@@ -141,11 +142,12 @@ def test_unsupported_thinking_mode_is_rejected(tmp_path, name, thinking, other):
 # -----------------------------------------------------------------------------
 # The tokenizer
 
-def test_saved_truncation_and_padding_are_ignored(tmp_path):
+def test_saved_truncation_padding_and_added_tokens_are_ignored(tmp_path):
     file = save_tokenizer(tmp_path, TEMPLATES["instruct"])
     file.enable_truncation(5)
     file.enable_padding(length=500)
-    file.save(str(tmp_path / "tokenizer.json"))
+    file.post_processor = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    file.save(str(tmp_path / "tokenizer.json"))                          # Llama 3's adds <|begin_of_text|>
     assert len(Tokenizer(tmp_path).encode("How many apples?")) == 16
 
 
