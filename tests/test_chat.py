@@ -92,8 +92,10 @@ def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatc
     with_adapter, said = capsys.readouterr()
     assert f"{run_folder} is unfinished: 0 of 3 steps" in said
     assert with_adapter == chat_py.printable(tokenizer.decode(completion)) + "\n"
-    assert main(monkeypatch, run_folder, "--question", QUESTIONS[0], "--adapter", "none") is None
-    assert capsys.readouterr().out != with_adapter
+    assert ("(cut off at 20 tokens)" in said) == (completion[-1] not in tokenizer.end_ids)
+    for changed in (("--adapter", "none"), ("--temperature", "5")):
+        assert main(monkeypatch, run_folder, "--question", QUESTIONS[0], *changed) is None
+        assert capsys.readouterr().out != with_adapter
 
 
 @pytest.mark.parametrize("flags,names", [

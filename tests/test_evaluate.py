@@ -221,6 +221,7 @@ def test_run_sets_flags_and_adapter(adapted, tmp_path, run):
     adapters.save_adapter(adapted, tmp_path / "run" / "adapter")
     figures = run("run", "--out", "a.jsonl")
     assert figures["base"] == "bf16" and figures["max_new_tokens"] == 20 and figures["adapter"] == "run/adapter"
+    assert figures["data"] == str(tmp_path / "sums.jsonl")
     assert [row["id"] for row in read_rows("a.jsonl")] == [f"sums-{i}" for i in range(57, 61)]
     other = [row["mean_logprob"] for row in read_rows("a.jsonl")]
     asked(run)
