@@ -150,26 +150,10 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     that differ by at most 1e-9 of the largest are equal: in floats, 0.1 + 0.2 isn't 0.3.
     """
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
-    largest = grouped.nan_to_num(nan=0.0).abs().amax(dim=1)
-    return spread(grouped) > 1e-9 * largest
-
-
-def spread(grouped: Tensor) -> Tensor:
-    """The highest minus the lowest reward of each group (P, G) -> (P,), ignoring NaN; -inf if all are.
-    """
     highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
-    return highest - grouped.nan_to_num(nan=torch.inf).amin(dim=1)
-
-
-def split_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Which groups teach most: (B,) rewards -> (P,) bool, True if the rewards of a group differ by
-    more than half as much as those of the whole batch.
-
-    For rewards of 0 and 1 these are the informative groups. Where nearly every group is informative
-    (a length penalty, say), the others differ too little to be worth asking for again.
-    """
-    return informative_groups(rewards, group_size) & (
-        spread(rewards.double().view(-1, group_size)) > spread(rewards.double()[None]) / 2)
+    lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+    largest = grouped.nan_to_num(nan=0.0).abs().amax(dim=1)
+    return highest - lowest > 1e-9 * largest     # all NaN: -inf > 0 is False
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str,

@@ -28,7 +28,6 @@ Not here: setup (harness/setup.py), settings (harness/config.py).
 """
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 import time
@@ -77,11 +76,9 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
-        again, new = choose_problems(settings, len(run.problems), progress)
-        chosen = again + new
-        next_cursor = progress.cursor + len(chosen)
+        next_cursor = progress.cursor + settings.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
-        problems = [run.problems[number] for number in share(chosen)]
+        problems = problems_at(run.problems, seed, places)
         sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
                              settings.noise_stages, settings.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # everything else is noise-free
@@ -109,49 +106,16 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         skipped = progress.skipped + sum(bool(update.failure) for update in updates)
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, batch.teaches(), minibatches, updates, G, len(again))
+        metrics |= report(rollouts, batch.teaches(), minibatches, updates, G)
         metrics |= {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
         console.tell(settings, metrics, updates)
-        progress = Progress(step + 1, next_cursor, tokens, skipped, progress.replayed + len(again),
-                            remember(settings, progress.again, step, chosen, rollouts.rows))
+        progress = Progress(step + 1, next_cursor, tokens, skipped)
         if progress.step == steps or progress.step % settings.eval_every == 0:
             metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)
         run.watch.see(metrics, updates)          # may end the run
-
-
-# -----------------------------------------------------------------------------
-# Which problems a step asks
-
-WAIT = 8                                         # steps until a problem is asked again
-
-
-def choose_problems(settings: Settings, count: int, progress: Progress) -> tuple[list, list]:
-    """A step's problems, as numbers below `count`: (those asked again, new ones).
-
-    Problems are drawn without replacement, epoch by epoch. With --replay, up to this share of a
-    step are problems whose answers got different rewards at least WAIT steps ago, longest ago
-    first: a group with equal rewards teaches nothing, and those that differed often do so again.
-    """
-    P = settings.prompts_per_step
-    places = range(progress.next_new, progress.next_new + P)
-    new = problems_at(range(count), settings.seed, places)
-    again = [number for asked, number in progress.again
-             if asked <= progress.step - WAIT and number not in new]
-    again = again[:int(P * settings.replay)]
-    return again, new[:P - len(again)]
-
-
-def remember(settings: Settings, again: list, step: int, chosen: list, rows: list[Row]) -> list:
-    """The updated replay queue, [step, problem number] each, oldest first."""
-    if not settings.replay:
-        return []
-    split = grpo.split_groups(column(rows, "reward"), settings.group_size).tolist()
-    waiting = [one for one in again if one[1] not in chosen]
-    waiting += [[step, number] for number in dict.fromkeys(itertools.compress(chosen, split))]
-    return waiting[-WAIT * settings.prompts_per_step:]
 
 
 # -----------------------------------------------------------------------------
@@ -217,9 +181,8 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 # Report
 
 def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Tensor],
-           updates: list[Update], group_size: int, again: int = 0) -> dict:
-    """The step's metrics, defined in docs/metrics.md. teaches: of Batch.teaches(). again: how many
-    of the problems, the first ones, were asked again.
+           updates: list[Update], group_size: int) -> dict:
+    """The step's metrics, defined in docs/metrics.md. teaches: Batch.teaches()'s result.
 
     Most are means over the B rows of all ranks; those that compare log-probs are means over the
     trained tokens. The loss isn't reported, because with centered advantages its value says nothing
@@ -237,9 +200,7 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Te
         for name in names:
             part = torch.tensor([one["parts"].get(name, 0.0) for one in graded])
             metrics[f"reward_{name}"] = part.nanmean().item()
-    new = [one["correct"] for one in graded[again * group_size:]]
-    metrics |= {"accuracy": mean("correct"), "accuracy_new": sum(new) / len(new),
-                "replayed": again, "format": mean("format")}
+    metrics |= {"accuracy": mean("correct"), "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
     metrics["sampler_entropy"] = sampler_entropy(graded)
     informative = grpo.informative_groups(column(rows, "reward"), group_size)

@@ -53,16 +53,9 @@ from weights import ModelFolder
 class Progress:
     """How far a run has come. Each step makes a new one."""
     step: int = 0                                # completed steps
-    cursor: int = 0                              # groups sampled so far
+    cursor: int = 0                              # index of the next problem in the run's order
     tokens: int = 0                              # completion tokens sampled so far
     skipped: int = 0                             # updates whose loss or gradient was not finite
-    replayed: int = 0                            # how many of the groups answered a problem again
-    again: list = dataclasses.field(default_factory=list)    # the queue of --replay
-
-    @property
-    def next_new(self) -> int:
-        """The index of the next new problem in the run's order."""
-        return self.cursor - self.replayed
 
 
 @dataclass(frozen=True)
@@ -309,8 +302,6 @@ def begin(run: Run) -> Progress:
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.adapter.sync()                   # the checkpoint's tensors are in place
     names = {field.name for field in dataclasses.fields(Progress)}
-    if counters:                                 # of a run before --replay existed
-        counters = {"replayed": 0, "again": []} | counters
     if counters and counters.keys() != names:    # a missing one would start again from 0
         raise UserError(f"{run.folder.checkpoints}: state.json has {', '.join(counters)}, expected "
                         f"{', '.join(sorted(names))}")

@@ -43,7 +43,6 @@ from loading import load
 from lora import attach
 from sampler import Rollouts, Row
 from tasks.arithmetic import arithmetic
-from tasks.problems import problems_at
 from weights import NVFP4_CONFIG, ModelFolder, Shards
 
 TIMES = ("seconds", "seconds_sample", "seconds_update", "tokens_per_s")
@@ -208,58 +207,8 @@ def longer(runs, whole):
     return out
 
 
-def test_replay_resumes_and_is_shared(runs):
-    flags = *"--steps 12 --replay 0.5 --prompts-per-step 4 --max-new-tokens 12".split(), \
-        *"--temperature 2 --eval-every 5 --save-every 4".split()
-    runs.run("replays", *flags)
-    metrics, samples = runs.metrics("replays"), runs.samples("replays")
-    assert any(m["replayed"] for m in metrics[8:]) and not any(m["replayed"] for m in metrics[:8])
-    for step, m in enumerate(metrics):
-        rows = [row for row in samples if row["step"] == step]
-        asked = [row["id"] for row in rows[::4]]
-        assert len({*asked}) == 4
-        before = {row["id"] for row in samples if row["step"] <= step - 8}
-        assert [name in before for name in asked] == [True] * m["replayed"] + [False] * (4 - m["replayed"])
-        new = rows[4 * m["replayed"]:]
-        assert m["accuracy_new"] == sum(row["correct"] for row in new) / len(new)
-    shutil.copytree(runs.folder / "replays", runs.folder / "replays2")
-    shutil.rmtree(runs.folder / "replays2/checkpoints/step_000012")
-    runs.run("replays2", "--resume")
-    runs.run_ranks("replays3", *flags)
-    assert runs.same("replays", "replays2")
-    assert [(row["id"], row["completion"]) for row in runs.samples("replays3")] == \
-        [(row["id"], row["completion"]) for row in samples]
-
-
-def test_run_from_before_replay_resumes_at_its_own_problem(runs, whole):
-    shutil.copytree(runs.folder / whole, runs.folder / "before")
-    shutil.rmtree(runs.folder / "before/checkpoints/step_000006")
-    state = runs.folder / "before/checkpoints/step_000003/state.json"
-    counters = json.loads(state.read_text())
-    del counters["replayed"], counters["again"]
-    state.write_text(json.dumps(counters))
-    runs.run("before", *RESUME)
-    assert runs.same(whole, "before")
-
-
 # -----------------------------------------------------------------------------
 # The parts of a step
-
-def test_choice_of_problems_by_hand():
-    settings = settings_of("--prompts-per-step", "4", "--replay", "0.5", "--group-size", "2")
-    order = problems_at(range(12), 0, range(24))
-    asked = [order[0], order[2], order[5]]
-    again = [[1, asked[0]], [2, asked[1]], [2, asked[2]], [3, order[9]]]
-    # Step 10, 12 groups sampled, one of them again: order[11] is the next new one. Those of step 3 wait.
-    progress = setup.Progress(step=10, cursor=12, replayed=1, again=again)
-    upcoming = order[11:15]
-    ready = [number for number in asked if number not in upcoming][:2]
-    assert train_py.choose_problems(settings, 12, progress) == (ready, upcoming[:4 - len(ready)])
-    assert train_py.choose_problems(settings_of("--prompts-per-step", "4"), 12, progress) == ([], upcoming)
-    rows = [Row([1], [2], torch.zeros(1), True, graded=dict(reward=r)) for r in (0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0)]
-    assert train_py.remember(settings, [[1, 6], [2, 3]], 10, [6, 7, 8, 8], rows) == [[2, 3], [10, 6], [10, 8]]
-
-
 
 def test_learning_rate_by_hand():
     cosine, wsd = (settings_of("--lr", "2", "--warmup", "0.1", "--lr-schedule", name) for name in ("cosine", "wsd"))
