@@ -14,7 +14,7 @@ import torch
 from adapters import write_peft
 from files import UserError
 from harness import config
-from harness.config import FIELDS, TINY_DEFAULTS, TINY_MODEL, Settings, option, read_settings, type_of
+from harness.config import FIELDS, TINY_DEFAULTS, TINY_MODEL, Settings, option, read_settings, settings_of_run, type_of
 from weights import TARGETS
 
 RECIPES = sorted(Path(__file__).parent.parent.glob("recipes/*.json"))
@@ -220,3 +220,11 @@ def test_adapter_sets_rank_and_alpha(tmp_path, run):
             settings_of("--adapter", adapter, *flags.split())
     with pytest.raises(UserError, match=adapter):
         settings_of("--adapter", str(tmp_path))
+
+
+def test_calibrated_run_uses_its_own_base(run):
+    folder = Path(run("--model", "x"))
+    assert settings_of_run(folder).model == "x"
+    (folder / "base").mkdir()
+    found = settings_of_run(folder)
+    assert (found.model, found.out) == (f"{folder}/base", str(folder))
