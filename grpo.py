@@ -294,8 +294,8 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     log_ratio = policy - proximal                                           # (T,)
     log_weight = proximal - rollout                                         # (T,)
     if loss.sequence_level:
-        # Each token takes its row's ratio as its value but backpropagates only through its own
-        # log-prob. The mean's 1 / length is already in the weights (2507.18071, section 4.3:
+        # The value is the row's ratio, the gradient goes through this token's log-prob only. The
+        # mean's 1 / length is already in the weights (2507.18071, section 4.3:
         # GSPO-token).
         row_mean = row_means(log_ratio.detach(), row_of_token)
         log_ratio = row_mean + policy - policy.detach()

@@ -185,23 +185,23 @@ class Learner:
         return {name: value.cpu() for name, value in total.items()}
 
     @torch.no_grad()
-    def compute_old_logprobs(self, batch: Batch, minibatches: list[Tensor]) -> None:
+    def compute_old_logprobs(self, batch: Batch, token_weights: list[Tensor]) -> None:
         """Fills batch.old, with a forward pass. Needed before the first of several updates: later
         ones divide by the policy as it was here. (In a single update, old and policy are equal.)
 
-        minibatches: the token weights of the updates, each row in one of them.
+        token_weights: those of the updates, each row in one of them.
         """
         if not self.loss.needs_old:
             return
-        for weights in minibatches:              # dealt to the ranks as in the update
+        for weights in token_weights:            # dealt to the ranks as in the update
             for indices in self._share(batch, self._trained(batch, weights), RANK, WORLD):
                 tokens, starts, lengths = as_tokens([batch.rows[b] for b in indices])
                 old, _ = self.model.token_logprobs(tokens, starts, self.temperature)
                 batch.old.update(zip(indices, old.split(lengths)))
 
     def _only_rounding(self, batch: Batch, weights: Tensor, sums: dict[str, Tensor]) -> bool:
-        """Whether an update's gradient is 0 but for rounding: no token has an advantage, and the
-        policy is still the KL term's reference, since B is 0 or the mean KL below 1e-8.
+        """Whether nothing but rounding is left in an update's gradient, with a KL term: no token has
+        an advantage, and the policy is still the reference (B is 0, or the mean KL below 1e-8).
         """
         # The gradient's size doesn't show it: A's genuine gradients can be as small as 1e-8. Nor
         # does the KL alone: with B at 0, a GPU still rounds policy and reference differently, by
@@ -229,36 +229,44 @@ class Learner:
 
     def _micro_batch(self, batch, indices, weights):
         """The differentiable loss of the rows with these indices, and their sums."""
-        model = self.model
-        device = model.device
+        device = self.model.device
+        logprobs, entropy = self._logprobs(batch, indices)
+        # Each token's advantage, row and weight, of all rows end to end.
+        lengths = [len(batch.rows[b].completion) for b in indices]
+        row_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        advantages = batch.advantages[indices][row_of_token]
+        if batch.token_advantages:
+            advantages = advantages + torch.cat([batch.token_advantages[b] for b in indices])
+        token_weights = torch.cat([weights[b, :n] for b, n in zip(indices, lengths)])
+        # Tokens outside the loss, such as a tool's, are dropped only now: others attend to them.
+        in_loss = token_weights.nonzero()[:, 0]
+        advantages, row_of_token, token_weights = (
+            t[in_loss].to(device) for t in (advantages, row_of_token, token_weights))
+        in_loss = in_loss.to(device)
+        logprobs = grpo.LogProbs(*(None if t is None else t[in_loss] for t in logprobs))
+        loss, sums = grpo.policy_loss(logprobs, advantages, row_of_token, token_weights, self.loss)
+        sums["entropy"] = entropy[in_loss].detach().sum().double()
+        sums["loss"] = loss.detach().double()
+        return loss, sums
+
+    def _logprobs(self, batch, indices):
+        """All completion tokens' log-probs under each policy, policy's differentiable, and their
+        entropy.
+        """
         rows = [batch.rows[b] for b in indices]
-        tokens, starts, lengths = as_tokens(rows)
-        policy, entropy = model.token_logprobs(tokens, starts, self.temperature, self.kept_layers)
+        tokens, starts, _ = as_tokens(rows)
+        policy, entropy = self.model.token_logprobs(tokens, starts, self.temperature,
+                                                    self.kept_layers)
         reference = None
         if self.loss.needs_reference:
             with torch.no_grad(), self.adapter.off():
-                reference, _ = model.token_logprobs(tokens, starts, self.temperature)
-        rollout = torch.cat([row.logprobs for row in rows]).to(device)
+                reference, _ = self.model.token_logprobs(tokens, starts, self.temperature)
+        rollout = torch.cat([row.logprobs for row in rows]).to(policy.device)
         # A rank has only its own rows' old log-probs. That's enough, because every epoch deals the
         # same rows to the same ranks.
         assert batch.old or not (batch.updated and self.loss.needs_old), "no old log-probs"
         old = torch.cat([batch.old[b] for b in indices]) if batch.old else policy.detach()
-        row_of_token = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-        advantages = batch.advantages[indices][row_of_token]
-        if batch.token_advantages:
-            advantages = advantages + torch.cat([batch.token_advantages[b] for b in indices])
-        weights = torch.cat([weights[b, :n] for b, n in zip(indices, lengths)])
-        # Tokens outside the loss, such as a tool's, are dropped only now: others attend to them.
-        kept = weights.nonzero()[:, 0]
-        advantages, row_of_token, weights = (
-            t[kept].to(device) for t in (advantages, row_of_token, weights))
-        kept = kept.to(device)
-        logprobs = grpo.LogProbs(policy[kept], rollout[kept], old[kept],
-                                 None if reference is None else reference[kept])
-        loss, sums = grpo.policy_loss(logprobs, advantages, row_of_token, weights, self.loss)
-        sums["entropy"] = entropy[kept].detach().sum().double()
-        sums["loss"] = loss.detach().double()
-        return loss, sums
+        return grpo.LogProbs(policy, rollout, old, reference), entropy
 
 
 def as_tokens(rows: list[Row]) -> tuple[list[list[int]], list[int], list[int]]:

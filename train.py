@@ -93,12 +93,14 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        minibatches = plan_updates(rollouts, run.learner.loss, settings)
-        rates = learning_rates(settings, step, steps, len(minibatches))
+        token_weights = plan_updates(rollouts, run.learner.loss, settings)   # of each update
+        rates = learning_rates(settings, step, steps, len(token_weights))
         batch = Batch(rollouts.rows, advantages)
-        if len(minibatches) > 1:                 # else old and policy are the same
-            run.learner.compute_old_logprobs(batch, minibatches[:settings.updates_per_rollout])
-        updates = [run.learner.update(batch, *one) for one in zip(minibatches, rates)]
+        if len(token_weights) > 1:               # else old and policy are the same
+            one_pass = token_weights[:settings.updates_per_rollout]
+            run.learner.compute_old_logprobs(batch, one_pass)
+        updates = [run.learner.update(batch, weights, lr)
+                   for weights, lr in zip(token_weights, rates)]
         done = time.perf_counter()
 
         # 4) Report.
@@ -106,7 +108,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         skipped = progress.skipped + sum(bool(update.failure) for update in updates)
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, batch.teaches(), minibatches, updates, G)
+        metrics |= report(rollouts, batch.teaches(), token_weights, updates, G)
         metrics |= {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
@@ -180,9 +182,10 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 # -----------------------------------------------------------------------------
 # Report
 
-def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Tensor],
+def report(rollouts: Rollouts, teaches: torch.Tensor, token_weights: list[torch.Tensor],
            updates: list[Update], group_size: int) -> dict:
-    """The step's metrics, defined in docs/metrics.md. teaches: Batch.teaches()'s result.
+    """The step's metrics, defined in docs/metrics.md. teaches: Batch.teaches()'s result;
+    token_weights: plan_updates()'s.
 
     Most are means over the B rows of all ranks; those that compare log-probs are means over the
     trained tokens. The loss isn't reported, because with centered advantages its value says nothing
@@ -204,7 +207,7 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, minibatches: list[torch.Te
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
     metrics["sampler_entropy"] = sampler_entropy(graded)
     informative = grpo.informative_groups(column(rows, "reward"), group_size)
-    in_some_update = (sum(minibatches) > 0).any(dim=1)           # (B,)
+    in_some_update = (sum(token_weights) > 0).any(dim=1)           # (B,)
     learned = teaches & in_some_update
     metrics["informative"] = informative.float().mean().item()
     metrics["groups"] = int(learned.view(-1, group_size).any(dim=1).sum())
