@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import rewards
 from adapters import read_peft_config
-from files import UserError, counted, json_line, read_run_json, write_atomically
+from files import UserError, counted, first_line, json_line, read_run_json, write_atomically
 from harness import config, console, memory
 from harness.config import add_flag, number
 from harness.setup import choose_device, open_model
@@ -113,8 +113,13 @@ def read_flags() -> argparse.Namespace:
     if args.out:
         if Path(args.out).exists():
             raise UserError(f"--out {args.out} already exists: give a new file")
+        try:
+            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(args.out, b"")      # now, not after an hour of sampling
+            Path(args.out).unlink()
+        except OSError as error:
+            raise UserError(f"--out {args.out}: cannot be written ({first_line(error)})") from None
         args.out = str(Path(args.out).absolute())        # a --reward may change the folder
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     return args
 
 

@@ -148,6 +148,7 @@ def adapted(tiny_nvfp4):
     (["--adapter", "nowhere"], ["nowhere/adapter_config.json"]), (["--data", "nowhere.jsonl"], ["nowhere.jsonl"]),
     (["--prompt-style", "odd"], ["--prompt-style odd"]), (["nowhere"], ["nowhere", "run.json"]),
     (["--out", "taken.jsonl"], ["--out taken.jsonl"]), (["--out", "taken.jsonl/x"], ["taken.jsonl"]),
+    (["--out", "x" * 250], [f"--out {'x' * 250}: cannot be written (File name too long"]),
     (["--samples", "2", "--temperature", "1e-45"], ["temperature"])])
 def test_wrong_input_is_named(flags, names, run, capsys):
     Path("taken.jsonl").write_text("{}")
