@@ -41,7 +41,7 @@ import torch
 import aqn
 import grpo
 from files import counted
-from harness import console
+from harness import console, tracker
 from harness.config import Optim, Settings, read_settings
 from harness.folder import signals_wait
 from harness.setup import Progress, Run, begin, prepare
@@ -267,8 +267,7 @@ def record(run: Run, progress: Progress, metrics: dict, batch: Batch) -> None:
         last = progress.step == settings.steps
         if last or progress.step % settings.save_every == 0:
             run.folder.save()                                                            # to disk
-        if run.tracker:
-            run.tracker.log(metrics, step=metrics["step"])
+        tracker.log(run.tracker, metrics)
 
 
 # -----------------------------------------------------------------------------
@@ -289,8 +288,7 @@ def main(arguments: list[str] | None = None,
     with env.one_line(run.end):                  # saves the last complete step first
         train(run, sample)
         console.farewell(settings, evaluable=change is None)
-        if run.tracker:
-            run.tracker.finish()
+        tracker.finish(run.tracker)
     return run
 
 

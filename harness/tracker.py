@@ -3,18 +3,21 @@
 
     library = tracker.load("trackio")            # UserError if it isn't installed
     tracker.start(library, folder)               # a resumed run continues its curves
-    library.log(metrics, step=step)
-    library.finish()
+    tracker.log(library, metrics)
+    tracker.finish(library)
 
-Both libraries have the same init(), log() and finish(). Only rank 0 reports.
+Both libraries have the same init(), log() and finish(). Only rank 0 reports. Once a run has
+started, an error in a library is printed and doesn't end it.
 """
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from files import UserError, first_line
 from harness.folder import RunFolder
-from ranks import RANK
+from ranks import RANK, say
 
 
 def load(name: str) -> ModuleType | None:
@@ -24,8 +27,8 @@ def load(name: str) -> ModuleType | None:
     try:
         library = importlib.import_module(name)
         library.init                             # a folder of this name is a module too
-    except (ImportError, AttributeError):
-        raise UserError(f"--report-to {name}: needs pip install {name}") from None
+    except Exception as error:                   # installed, it may lack or dislike another package
+        raise UserError(f"--report-to {name}: needs pip install {name} ({first_line(error)})") from None
     return library
 
 
@@ -41,3 +44,25 @@ def start(library: ModuleType, folder: RunFolder) -> None:
     except Exception as error:
         raise UserError(f"--report-to {library.__name__}: {first_line(error)}") from None
     folder.note(tracked_as=run)
+
+
+def log(library: ModuleType | None, metrics: dict) -> None:
+    """Reports a step's line of metrics.jsonl."""
+    if library:
+        with errors_printed(library):
+            library.log(metrics, step=metrics["step"])
+
+
+def finish(library: ModuleType | None) -> None:
+    """Ends the report."""
+    if library:
+        with errors_printed(library):
+            library.finish()
+
+
+@contextmanager
+def errors_printed(library: ModuleType) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        say(f"--report-to {library.__name__}: {first_line(error)}")
