@@ -149,14 +149,16 @@ for b, row in enumerate(graded):
     print(f"{b:3}  {row['extracted']:>6}  {row['rule']:8}  {row['answer']:>5}  {row['reward']:6.0f}")
 
 # %% 6. Their advantages
-# How many standard deviations is each answer above its group's mean?
-by_hand = (reward - reward.mean()) / (reward.std() + 1e-4)
-advantages = grpo.group_advantages(reward, GROUP_SIZE, "group")
+# How far is each answer above its group's mean?
+by_hand = reward - reward.mean()
+advantages = grpo.group_advantages(reward, GROUP_SIZE, "none")
+divided = grpo.group_advantages(reward, GROUP_SIZE, "group")     # as in the paper
 
 title("6. Their advantages")
 print(f"mean {reward.mean():.2f}, standard deviation {reward.std():.3f}")
-print(f"right  (1 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.max():5.2f}")
-print(f"wrong  (0 - {reward.mean():.2f}) / {reward.std():.3f} = {by_hand.min():5.2f}")
+print("                  divided by the standard deviation")
+print(f"right  1 - {reward.mean():.2f} = {by_hand.max():5.2f}  {divided.max():5.2f}")
+print(f"wrong  0 - {reward.mean():.2f} = {by_hand.min():5.2f}  {divided.min():5.2f}")
 print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantages)}")
 
 # %% 7. The loss of a token
@@ -165,7 +167,7 @@ print(f"grpo.group_advantages gives the same: {torch.allclose(by_hand, advantage
 loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
 finished = torch.tensor([row.finished for row in rollouts.rows])
-in_loss = grpo.loss_mask(rollouts.sampled(), reward, finished, mask_overlong=True)
+in_loss = grpo.loss_mask(rollouts.sampled(), reward, finished, mask_overlong=False)
 weights = grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS)      # (rows, tokens of the longest row)
 weight_of_token = weights[in_loss]                               # no answer was cut off
 row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
