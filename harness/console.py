@@ -10,6 +10,7 @@ What a run prints, on rank 0 only.
 
 None of this detects reward hacking. For that, read the answers: `python -m tools.report`.
 """
+import math
 from pathlib import Path
 
 import torch
@@ -57,10 +58,12 @@ class Watch:
                           f"--lr {self.settings.lr} may be too high, or the --reward too "
                           "large", "")
         if self.idle and self.idle % PATIENCE == 0:
-            say(f"nothing to learn for {self.idle} steps: in each group, all answers got the same "
-                f"reward ({metrics['accuracy']:.0%} right) or were left out "
-                f"({metrics['truncated']:.0%} cut off at --max-new-tokens); --data may be too "
-                "easy or too hard for this model")
+            why = (f"in each group, all answers got the same reward ({metrics['accuracy']:.0%} "
+                   f"right) or were left out ({metrics['truncated']:.0%} cut off at "
+                   "--max-new-tokens); --data may be too easy or too hard for this model")
+            if math.isnan(metrics["reward"]):
+                why = f"--reward {self.settings.reward} was NaN for every answer"
+            say(f"nothing to learn for {self.idle} steps: {why}")
         drift = metrics.get("rollout_logp_diff", 0.0)
         if drift > DRIFT and not metrics["sigma"] and not self.warned:
             self.warned = True

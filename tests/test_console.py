@@ -41,7 +41,8 @@ def test_uninformative_steps_warn_without_stopping(changes, capsys):
     watch = Watch(settings())
     for _ in range(3 * PATIENCE):
         watch.see(METRICS | changes | dict(groups=0), [update()])
-    assert capsys.readouterr().out.count("nothing to learn for") == 3
+    said = capsys.readouterr().out
+    assert said.count("nothing to learn for") == 3 and ("NaN" in said) == ("reward" in changes)
     for _ in range(PATIENCE):
         watch.see(METRICS | changes, [update()])
     assert capsys.readouterr().out == ""
