@@ -43,7 +43,8 @@ result: KL(16 bits || 4 bits) of the next-token predictions, in nats per token.
 Not here: act-order (the layout has no g_idx), Hadamard rotations (blocks of 16 leave little to
 equalize), AWQ (it would change the norms, which AQN perturbs).
 
-Shapes: T tokens of all texts, D hidden size, N out_features, K in_features, C scales to try.
+Shapes: T tokens of all texts, D hidden size, N out_features, K in_features, L layers that get their
+codes at once, C scales to try.
 """
 import gc
 import math
@@ -310,7 +311,8 @@ def hessians(layer: Layer, chunks: Sequence[Chunk]) -> list[Tensor]:
             for linear in linears_of(layer)}
 
     def add(linear, x):
-        x = x.float()                            # bf16 products on a GPU lose too much of H
+        # In fp32, since on a GPU H from bf16 products isn't always positive definite.
+        x = x.float()
         sums[linear].addmm_(x.T, x)
 
     with listening(layer, add):
@@ -384,7 +386,7 @@ def to_nvfp4(files: WeightReader, out: Path, texts: Sequence[Text] = (),
 @torch.no_grad()
 def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | None,
                   about: dict) -> Iterator[tuple[str, Nvfp4Tensors]]:
-    """Quantize a model layer by layer; yields the name of each linear and its tensors.
+    """Quantize a model, some layers at a time; yields the name of each linear and its tensors.
 
     With texts, GPTQ chooses the codes, and the KL on the last eighth is printed and stored in
     about["calibration"]. Without texts, nvfp4's search chooses them.
@@ -399,6 +401,7 @@ def coded_linears(files: WeightReader, texts: Sequence[Text], live_vocab: int | 
         chunks = chunks_of(texts[:-len(held_out)], embed, config)
         measured = chunks_of(held_out, embed, config)
     coded = [chunk.exact for chunk in measured]  # hidden states of the model with new codes
+
     def read_layer(i):
         return Layer(config, i, files.read, files.frozen, files.dtype)
 

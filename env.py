@@ -43,7 +43,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # memory is reserved.
 if sys.platform == "linux":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-# torch.compile has only a few small kernels to compile here, but would start a process on each core.
+# torch.compile has only a few small kernels to compile here, but would start a process per core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # `> log` and `| tee log` get each line at once, not after 8 KB, so a kill loses none. An ASCII
 # terminal or log gets \u03c0 for a letter it lacks.

@@ -53,9 +53,9 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """Result of update(). `failure` is set if the loss or gradient is not finite, and `sums` is empty
-    if no row was trained. No step is taken in either case, nor if the gradient is 0 up to rounding.
-    Skipped updates still report the non-finite values.
+    """Result of update(). `failure` is set if the loss or gradient is not finite, and `sums` is
+    empty if no row was trained. No step is taken in either case, nor if the gradient is 0 up to
+    rounding. Skipped updates still report the non-finite values.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
@@ -200,8 +200,8 @@ class Learner:
                 batch.old.update(zip(indices, old.split(lengths)))
 
     def _only_rounding(self, batch: Batch, weights: Tensor, sums: dict[str, Tensor]) -> bool:
-        """Whether nothing but rounding is left in an update's gradient, with a KL term: no token has
-        an advantage, and the policy is still the reference (B is 0, or the mean KL below 1e-8).
+        """Whether nothing but rounding is left in an update's gradient, with a KL term: no token
+        has an advantage, and the policy is still the reference (B is 0, or the mean KL below 1e-8).
         """
         # The gradient's size doesn't show it: A's genuine gradients can be as small as 1e-8. Nor
         # does the KL alone: with B at 0, a GPU still rounds policy and reference differently, by
@@ -250,9 +250,7 @@ class Learner:
         return loss, sums
 
     def _logprobs(self, batch, indices):
-        """All completion tokens' log-probs under each policy, policy's differentiable, and their
-        entropy.
-        """
+        """The log-probs of all completion tokens of these rows, and the learner's entropy there."""
         rows = [batch.rows[b] for b in indices]
         tokens, starts, _ = as_tokens(rows)
         policy, entropy = self.model.token_logprobs(tokens, starts, self.temperature,

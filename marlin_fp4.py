@@ -298,7 +298,7 @@ def pack(packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Te
     scale = _cut_into_tiles(scale, TILE_SIDE // SCALE_BLOCK)  # 0 in the padding
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
     words = torch.empty(*scale.shape[:3], TILE_SIDE // 4, dtype=torch.int16, device=packed.device)
-    # Some bands at a time, because the codes become int32 on the way: 8 times the bytes of `packed`.
+    # Some bands at a time, because the codes become int32 on the way, 8 times `packed`'s bytes.
     n = max(1, WEIGHTS_AT_A_TIME // (TILE_SIDE * K))
     rows = codes.split(n * TILE_SIDE)
     for some_rows, some_scales, some_words in zip(rows, scale.split(n), words.split(n)):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 ON_GPU: dict[str, Callable] = {}                 # name -> its GPU version; see load_kernels()
-PLAIN: dict[str, Callable] = {}                  # name -> the marked function, as CPU tensors get it
+PLAIN: dict[str, Callable] = {}                  # name -> the marked function, for CPU tensors
 
 
 def on_gpu(name: str) -> Callable:

@@ -306,8 +306,7 @@ class Shards:
         return self.opened[1]
 
     def get(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        """A tensor as stored. UserError if no file has it. One file at a time is mapped into memory.
-        """
+        """A tensor as stored. UserError if no file has it. One file at a time is memory-mapped."""
         return self._file_with(name).get_tensor(name).to(device)
 
     def check(self, name: str, shape: tuple,

@@ -598,7 +598,7 @@ CONTAINS = {"mlp": "linear", "head_logprobs": "token_logprobs"}
 
 def gpu_versions() -> dict[str, Callable]:
     """name -> what a GPU runs for each function marked @replaced_on_gpu: the one here or, if it
-    isn't here or contains one that is no longer marked, the plain function.
+    isn't here or contains one whose mark a fork removed, the plain function.
     """
     here = {function.__name__: function for function in (
         linear, mlp, token_logprobs, attend_packed, look_up, head_logprobs)}

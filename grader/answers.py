@@ -215,8 +215,8 @@ BARE_NUMBER = re.compile(r"[-+]?[0-9.,/:\s]*[%°]?")
 
 
 def split_unit(s: str) -> tuple[str, set[str]]:
-    """"12 cm" -> "12" and {"cm"}. A unit is «text», known words, or up to four words after a plain
-    number. Words that change the value ("half", "or less") are left in place: without them the
+    """"12 cm" -> "12" and {"cm"}. A unit is «text», known words, or up to four words after a
+    plain number. Words that change the value ("half", "or less") are left in place: without them the
     answer would mean something else.
     """
     end = UNIT_END.search(s) if s[-1:].isalpha() or s[-1:] in tuple("23}.»") else None
@@ -687,8 +687,8 @@ def same_relation(a: Group, b: Reading, point: Point) -> bool:
 
 
 def proportional(a: Group, b: Group, point: Point) -> bool:
-    """Is left - right of `a`, at this random point, a rational multiple of that of `b`, and for < and
-    <= a positive one? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
+    """Is left - right of `a`, at this random point, a rational multiple of that of `b`, and for <
+    and <= a positive one? So 2x + 2y = 6 is x + y = 3. But 2x = 6 is not x = 3: it is not solved.
     """
     names = [names_in(x.tokens[0] + x.tokens[1]) for x in (a, b)]
     if names[0] != names[1] or len(names[0]) < 2:
@@ -724,8 +724,8 @@ def interval(relation: Group) -> Group | None:
 
 
 def named(x: Reading) -> tuple[tuple, Reading]:
-    """x = 5 and 5 = x -> the label ("«x",) and 5. Other readings have the label (), and an equation
-    among them has no value: x + y = 5, x - y = 1 are not 5, 1.
+    """x = 5 and 5 = x -> the label ("«x",) and 5. Other readings have the label (), and an
+    equation among them has no value: x + y = 5, x - y = 1 are not 5, 1.
     """
     if x.kind == "eq":
         for name, value in ((x.tokens[0], x.items[1]), (x.tokens[1], x.items[0])):

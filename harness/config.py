@@ -293,7 +293,7 @@ def new_parser() -> argparse.ArgumentParser:
 # Keys of run.json that aren't settings.
 NO_SETTINGS = {"about", "problems_sha256", "weights_sha256", "trained_with", "memory_plan",
                "resumed", "logs", "tracked_as"}
-# What may change when a run is resumed. Of paths, problems_sha256 and trained_with compare contents.
+# What may change when a run is resumed. problems_sha256 and trained_with compare paths' contents.
 MAY_CHANGE = "model", "data", "eval_data", "report_to"
 
 

@@ -94,7 +94,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     began = time.perf_counter()
     device = choose_device(settings.device, settings.model, settings.kernels)
     memory.bound(settings.memory_gib, device)
-    if device.type == "cuda":                    # the first forward's torch.compile would wait for it
+    if device.type == "cuda":                    # else the first forward would wait for it
         threading.Thread(target=importlib.import_module,
                          args=["torch._inductor.compile_fx"]).start()
     plug_in = plugin.Reward(settings.reward) if settings.reward else None

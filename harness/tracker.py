@@ -28,7 +28,8 @@ def load(name: str) -> ModuleType | None:
         library = importlib.import_module(name)
         library.init                             # a folder of this name is a module too
     except Exception as error:                   # installed, it may lack or dislike another package
-        raise UserError(f"--report-to {name}: needs pip install {name} ({first_line(error)})") from None
+        raise UserError(f"--report-to {name}: needs pip install {name} "
+                        f"({first_line(error)})") from None
     return library
 
 

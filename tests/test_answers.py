@@ -68,7 +68,8 @@ floor(n/2) == \lfloor\frac n2\rfloor    |5 \bmod 3| == 2    x!\neq1 == x! \ne 1 
 \sin\pi == 0    e^{i\pi}+1 == 0    \sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt6} == 0
 \left(\frac{1+i\sqrt3}{2}\right)^{3} == -1    3^{50}\sqrt2 == \sqrt{2}\cdot3^{50}
 2^{10^{10}}x == x\cdot 2^{10^{10}}    \cos 90^\circ == 0    \sqrt0 == 0
-\lfloor\frac{2n}{4}\rfloor == \lfloor\frac n2\rfloor    5:00 == 05:00    |a|b == b\cdot|a|    2\frac{x}{3} == \frac{2x}{3}
+\lfloor\frac{2n}{4}\rfloor == \lfloor\frac n2\rfloor    5:00 == 05:00    |a|b == b\cdot|a|
+2\frac{x}{3} == \frac{2x}{3}
 \operatorname{arctan}x == \arctan x    10\text{ mod }7 == 3    -50\% == -50    \sqrt2\frac12 == \frac{\sqrt2}2
 """
 DIFFERENT = r"""
@@ -139,7 +140,8 @@ AB=12 == \boxed{AB=12}    2AB+C == C+2AB
     "the name of an unknown is free, unless order or function matters": (r"""
 (x,y)=(1,2) == (y,x)=(1,2)    (a,b,c)=(1,2,3) == (c,b,a)=(1,2,3)    x:y=2:3 == y:x=2:3    a:b:c=1:2:3 == c:b:a=1:2:3
 x/y=2 == y/x=2    \cos A=.5 == \sin A=.5    \sin A=.5 == A=.5    |x|=5 == x=5    P(A)=.5 == P(B)=.5
-\overline{z}=1+i == z=1+i    x=1,y=2 == y=1,x=2    x=1,y=2 == y=1,z=2    x=y == y=y    f(x)=ax == f(y)=ax    f(y)=1,f(x)=2 == f(x)=1,f(x)=2
+\overline{z}=1+i == z=1+i    x=1,y=2 == y=1,x=2    x=1,y=2 == y=1,z=2    x=y == y=y    f(x)=ax == f(y)=ax
+f(y)=1,f(x)=2 == f(x)=1,f(x)=2
 \frac{dy}{dx}=2x == y=2x
 \frac{x}{y}=2 == \frac{y}{x}=2    x<y == y<x    \tan A=2 == 2    \ln x=2 == 2    r == R
 ab == AB    \pi r^2 == \pi R^2

@@ -93,7 +93,8 @@ def test_wrong_rank_is_one_line(tmp_path, name, value):
     (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
     *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
         (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "--max-prompt-tokens"))),
-    (["evaluate.py"], "--model"), (["evaluate.py", "folder"], "folder is not a run folder"), (["evaluate.py", TINY], f"--model {TINY}"),
+    (["evaluate.py"], "--model"), (["evaluate.py", "folder"], "folder is not a run folder"),
+    (["evaluate.py", TINY], f"--model {TINY}"),
     (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
     (["evaluate.py", "--model", TINY, "--data="], "--data="),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])

@@ -274,7 +274,8 @@ def lose_tensor(file):
     ("model-00002-of-00003.safetensors", Path.unlink),
     ("model-00002-of-00003.safetensors", lambda file: cut(file, -1)),
     ("model-00001-of-00003.safetensors", lambda file: cut(file, 100)),
-    ("whether model-00001-of-00003.safetensors has", lambda _: lose_tensor(_.with_name("model-00001-of-00003.safetensors"))),
+    ("whether model-00001-of-00003.safetensors has",
+     lambda _: lose_tensor(_.with_name("model-00001-of-00003.safetensors"))),
     ("model.safetensors.index.json", lambda file: file.write_text('{"weight_map": ')),
     ("model.safetensors.index.json", lambda file: file.write_text('{"weight_map": {"a": "x", "b": 3}}')),
     ("passwd.safetensors", lambda _: _.with_name("model.safetensors.index.json").write_text(
@@ -322,7 +323,8 @@ def test_digest_distinguishes_weights_but_not_shards(tiny, tmp_path):
     ("qwen2.5-math-72b", "Qwen/Qwen2.5-Math-72B-Instruct"), ("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
     ("qwen3-4b-instruct-2507", "Qwen/Qwen3-4B-Instruct-2507"), ("llama3.1-8b", "meta-llama/Llama-3.1-8B-Instruct"),
     ("llama3.2-1b", "meta-llama/Llama-3.2-1B-Instruct"), ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
-    ("mistral-7b-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"), ("somebody/else", "somebody/else")])
+    ("mistral-7b-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
+    ("somebody/else", "somebody/else")])
 def test_short_names_and_hub_ids_resolve(monkeypatch, name, hub):
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, repo_type, allow_patterns:
@@ -332,8 +334,9 @@ def test_short_names_and_hub_ids_resolve(monkeypatch, name, hub):
     assert [any(fnmatch(file, pattern) for pattern in asked) for file in there] == [True, True, False]
 
 
-@pytest.mark.parametrize("name", ["llama-7b", "llama3.1-8B", "qwen2.5-7b-instruct-2507", "Qwen2.5-7B", "Qwen2.5-7B-Instruct", "/no/folder", "./my-model", "../x",
-                                  "~/x", "a/b/c", "my-model/"])
+@pytest.mark.parametrize("name", ["llama-7b", "llama3.1-8B", "qwen2.5-7b-instruct-2507", "Qwen2.5-7B",
+                                  "Qwen2.5-7B-Instruct", "/no/folder", "./my-model", "../x", "~/x", "a/b/c",
+                                  "my-model/"])
 def test_unknown_model_name_is_rejected(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for refuses in (hub_id, resolve, ModelFolder):
