@@ -62,7 +62,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_nvfp4(tmp_path_factory):
-    """../tiny as an NVFP4 folder: equal to ../tiny quantized on load (test_silent.py), but loads faster."""
+    """../tiny as an NVFP4 folder: equal to ../tiny quantized on load (test_convert.py), but loads faster."""
     import calibrate
     from weights import ModelFolder
     out = tmp_path_factory.mktemp("nvfp4") / "tiny"

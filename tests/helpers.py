@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_qwen2 import plain_logits, random_adapter, set_adapter
 
 from loading import load
@@ -38,6 +39,31 @@ def write_rows(path, rows):
 
 def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def edit(file, **changes):
+    """Changes a JSON file's keys. None: null; ...: the key goes."""
+    values = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+def change_weights(folder):
+    file = folder / "model-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight_packed"][-1, -1] += 1
+    tensors["model.norm.weight"] *= 1.01
+    save_file(tensors, file)
+
+
+def add_token(folder):
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    edit(folder / "tokenizer.json", added_tokens=[*tokens, tokens[0] | {"id": 463, "content": "<|new|>"}])
+
+
+# What conditions call it -> changes a model folder.
+MODEL_CHANGES = {"weights": change_weights, "tokenizer": add_token,
+                 "rope theta": lambda folder: edit(folder / "config.json", rope_theta=2e4),
+                 "eps": lambda folder: edit(folder / "config.json", rms_norm_eps=1e-5)}
 
 
 def same_bytes(a, b):

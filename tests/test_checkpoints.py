@@ -100,6 +100,9 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_loads(tmp_path, damage
         loaded(tmp_path)
     (tmp_path / "checkpoints/step_000006").rename(tmp_path / "checkpoints/step_000006.bak")
     assert loaded(tmp_path).counters["step"] == 3
+    (tmp_path / "checkpoints/step_000003").rename(tmp_path / "checkpoints/step_000009")
+    with pytest.raises(Stopped, match="step_000009 was renamed: .* step 3"):
+        loaded(tmp_path)
 
 
 def test_resume_without_checkpoints(tmp_path):

@@ -166,6 +166,15 @@ def test_wrong_entry_in_file_is_named(run, name, value, resume):
         settings_of(*(["--resume", "--out", folder] if resume else ["--config", f"{folder}/run.json"]))
 
 
+@pytest.mark.parametrize("text,named", [
+    ('{"steps": 3, "steps": 4}', "steps.*twice"), ('{"group-size": 4, "group_size": 8}', "group-size.*twice"),
+    ('{"eval_data": ""}', "eval_data.*empty"), ('{"group-size": 4, "adapter": ""}', "adapter.*empty")])
+def test_repeated_or_empty_entry_is_named(tmp_path, text, named):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=f"x.json: .*{named}"):
+        settings_of("--config", str(tmp_path / "x.json"))
+
+
 @pytest.mark.parametrize("flags,named", [
     ("--mod qwen2.5-7b", "--mod"), ("--resum --out x", "--resum"), ("--step=3", "--step=3"), ("--loss ppo", "--loss"),
     ("--lr fast", "--lr"), ("--steps 1.5", "--steps"), ("runs/x", "runs/x")])
@@ -228,3 +237,7 @@ def test_calibrated_run_uses_its_own_base(run):
     (folder / "base").mkdir()
     found = settings_of_run(folder)
     assert (found.model, found.out) == (f"{folder}/base", str(folder))
+    for text in ("{}", '{"steps": 3}'):                                   # of another program
+        (folder / "run.json").write_text(text)
+        with pytest.raises(UserError, match="run.json: has no `model`"):
+            settings_of_run(folder)

@@ -51,6 +51,17 @@ def test_converted_folder_equals_quantizing_in_memory(bf16, tiny, tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "out"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_converted_folder_computes_what_quantizing_on_load_does(tiny, tmp_path, monkeypatch, dtype):
+    case = tiny["untied"]                        # norms and biases stay finer than bf16, matrices never are
+    tensors = {name: (t.float() * 1.001).to(dtype) for name, t in case.tensors.items()}
+    source = write_folder(tmp_path / "source", case.raw, tensors)
+    assert run(monkeypatch, "nvfp4", source, tmp_path / "out") is None
+    tokens = torch.arange(24).view(2, 12) * 4
+    with torch.no_grad():
+        assert torch.equal(*(load(path, "nvfp4", "cpu")(tokens) for path in (source, tmp_path / "out")))
+
+
 def test_calibration_uses_its_flags(tmp_path, monkeypatch):
     problems = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(9)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))

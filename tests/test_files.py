@@ -10,7 +10,7 @@ import stat
 
 import pytest
 
-from files import UserError, append_lines, new_folder, read_json, read_log, read_text, write_atomically
+from files import UserError, append_lines, new_folder, read_json, read_log, read_text, tell_unfinished, write_atomically
 
 
 def test_failed_write_keeps_old_file(tmp_path, monkeypatch):
@@ -85,3 +85,10 @@ def test_log_writes_null_for_nan_and_ignores_a_cut_line(tmp_path):
         path.write_text('{"step": 1}\n' + other + "\n")
         with pytest.raises(UserError, match="log.jsonl:2"):
             list(read_log(path))
+
+
+@pytest.mark.parametrize("row", ["5", '{"reward": 1}', "[]", "null"])
+def test_log_row_without_a_step_is_named(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
+    with pytest.raises(UserError, match="metrics.jsonl:2: has no step"):
+        tell_unfinished(tmp_path, 3)

@@ -286,6 +286,18 @@ def test_no_step_without_advantage_or_weight(tiny):
     assert all(torch.equal(t, before[name]) for name, t in learner.tensors().items())
 
 
+def test_no_step_on_a_kl_terms_rounding_errors(tiny):
+    """The first step's KL gradient is 0 only in theory."""
+    learner, _, batch, weights = some_step(tiny, "grpo", kl_beta=0.04)
+    learner.adapter.master.data[learner.adapter.b_start:] = 0
+    learner.adapter.sync()
+    alike, start = Batch(batch.rows, batch.advantages * 0), learner.adapter.master.clone()
+    update = learner.update(alike, weights, lr=1e-3)
+    assert torch.equal(learner.adapter.master, start) and update.grad_norm == 0 and update.sums["tokens"] > 0
+    learner.update(batch, weights, lr=1e-3)
+    assert learner.update(alike, weights, lr=1e-3).grad_norm > 0          # once the policy has moved
+
+
 def test_no_step_where_every_token_is_clipped(tiny):
     learner, _, batch, weights = some_step(tiny)
     learner.compute_old_logprobs(batch, [weights])

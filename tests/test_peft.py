@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FP32, adapted, attach_to_some
+from helpers import FP32, MODEL_CHANGES, adapted, attach_to_some, run_main, with_acting_adapter
 from safetensors.torch import load_file, save_file
 
+import evaluate
 from adapters import (
     TRAINED_WITH,
     compare_conditions,
@@ -25,8 +26,12 @@ from adapters import (
     training_conditions,
 )
 from files import UserError, write_json
+from harness.setup import open_model
 from loading import load
 from lora import attach
+from prompts import Tokenizer
+from tools import chat, convert
+from weights import ModelFolder
 
 HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
@@ -100,7 +105,10 @@ A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
         "modules_to_save": ["input_layernorm", "post_attention_layernorm"], "kasa_config": {"svd_rank": 8},
         "a_variant_to_come": 1, "bias": "all", "init_lora_weights": "pissa"}.items()),
     (dict(config={"target_modules": ["q_proj", "v_proj"]}), "adapter_config.json: .*target_modules"),
-    (dict(drop=("r",)), "adapter_config.json: .*r"),
+    *((dict(config={key: value}), f"adapter_config.json: {key} is ") for key, values in {
+        "lora_alpha": (0, -32, None, "auto", [32], True, 1e10), "r": (0, -1, 32.0, "8", True, None),
+        "target_modules": ("all-linear", ".*_proj", None, [["q_proj"]])}.items() for value in values),
+    *((dict(drop=(key,)), f"adapter_config.json: {key} is ") for key in ("r", "lora_alpha")),
     (dict(config=dict(r=4)), r"lora_A.weight', \(3, 192\)\)\], expected .*lora_A.weight', \(4, 192\)"),
     (dict(drop=(A,)), rf"has \[\], expected .*{A}"),
     (dict(tensors={A: torch.zeros(3, 65)}), rf"{A}', \(3, 65\).*{A}', \(3, 64\)"),
@@ -143,3 +151,29 @@ def test_adapter_reports_different_training_conditions(tiny, tmp_path, capsys):
     (tmp_path / TRAINED_WITH).unlink()                    # PEFT's file has only the model
     compare_conditions(tmp_path, conditions_in(tmp_path), trained | other, model)
     assert "model 'untied" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("named", [None, *MODEL_CHANGES, "weights sha256"])
+def test_programs_tell_of_another_base(tiny_nvfp4, tmp_path, monkeypatch, capsys, named):
+    source, run = shutil.copytree(tiny_nvfp4, tmp_path / "model"), tmp_path / "run"
+    as_trained = SimpleNamespace(base="nvfp4", prompt_style="plain", thinking="off")
+    model, conditions = open_model(ModelFolder(source), Tokenizer(source), torch.device("cpu"), as_trained, None)
+    save_adapter(with_acting_adapter(model), run / "adapter")
+    run_json = vars(as_trained) | {"model": str(source), "data": "arithmetic", "max_new_tokens": 8}
+    if named == "weights sha256":                # a run that didn't record more
+        conditions = {"base": "nvfp4"}
+        run_json["weights_sha256"] = ModelFolder(source).old_sha256()
+    write_json(run / "run.json", run_json)
+    write_json(run / "adapter" / "trained_with.json", conditions)
+    if named:
+        MODEL_CHANGES[named.removesuffix(" sha256")](source)
+    (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2"}')
+    device, data, text = ("--device", "cpu"), ("--data", tmp_path / "one.jsonl"), f"adapter was trained with {named} "
+    for program, flags in ((evaluate, data), (chat, ("--question", "1+1?"))):
+        assert run_main(monkeypatch, program, run, *flags, *device) is None
+        shown = "".join(capsys.readouterr())
+        assert text in shown if named else "was trained" not in shown
+    assert run_main(monkeypatch, evaluate, run, "--adapter", "none", *data, *device) is None
+    assert "was trained" not in "".join(capsys.readouterr())
+    line = run_main(monkeypatch, convert, "merge", run, tmp_path / "out", *device)
+    assert text in line if named else line is None

@@ -10,6 +10,7 @@ import re
 
 import huggingface_hub
 import pytest
+import torch
 from helpers import write_rows
 
 from files import UserError
@@ -45,10 +46,28 @@ def test_after_hashes_only_commas_of_thousands_are_removed(gold, read):
         assert problems_py.find_gold({name: f"so it is 1,000\n#### {gold}\n"}) == read
 
 
+@pytest.mark.parametrize("value,text", [
+    (0.00003, "0.00003"), (1e17, "1" + "0" * 17), (6.02e23, "602" + "0" * 21), (0.1 + 0.2, "0.3"), (3.0, "3"),
+    (-0.0, "0"), (2 / 3, "0.666666666667"), (2.0**53 - 1, "9007199254740991"), (10**20, "1" + "0" * 20),
+    (torch.tensor(0.1).item(), "0.1"), (1 / 2048, "0.00048828125")])
+def test_gold_number_becomes_text_that_the_grader_reads(value, text):
+    assert problems_py.find_gold({"answer": value}) == text
+
+
+TURNS = [{"role": "user", "content": "1+1?"}]
+
+
 @pytest.mark.parametrize("line,said", [
+    *((f'{{"question": "q", "answer": {value}, "solution": "3"}}', "answer")
+      for value in ("false", "true", "[3]", "[]", '{"value": 3}', "1e999", "-1e999")),
+    ('{"question": "q", "reward_model": {"ground_truth": [3]}, "solution": "3"}', "ground_truth"),
+    *((json.dumps({"question": value, "problem": "q", "answer": "3"}), "question")
+      for value in (0, False, [], {}, json.dumps(TURNS), repr(TURNS), json.dumps(TURNS[0]),
+                    '[{"from": "human", "value": "1+1?"}]', "<|im_start|>user\n1+1?<|im_end|>")),
+    ('{"question": "q", "answer": "3", "answer": "4"}', "answer.*twice"),
+    ('{"question": "q", "answer": "3", "more": {"a": 1, "a": 2}}', "a.*twice"),
     ('{"question": "q"}', "answer"),
     ('{"question": "q", "answer": "  "}', "answer"),
-    ('{"question": "q", "answer": true}', "answer"),
     ('{"problem": "q", "solution": "A long proof\\nthat ends without a box."}', "answer"),
     ('{"question": "q", "gold": "1"}', "answer.*gold"),
     ('{"answer": "1"}', "question"), ('{"question": " ", "answer": "1"}', "question"),

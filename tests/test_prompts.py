@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ANSWER, ROOT, TEMPLATES, TINY, TURNS, prompt_of, save_tokenizer, write_rows
+from helpers import ANSWER, ROOT, TEMPLATES, TINY, TURNS, edit, prompt_of, save_tokenizer, write_rows
 from tokenizers import processors
 
 import prompts as prompts_py
@@ -160,11 +160,22 @@ def test_decode_inverts_encode_and_drops_end_token(tmp_path):
     assert tokenizer.vocab_size == 259 and tokenizer.end_ids == [256, 258]
 
 
+def renumbered(content, more):
+    """Damage: the tokens with this content get other ids."""
+    return lambda file: edit(file, added_tokens=[
+        token | {"id": token["id"] + more * (content in token["content"])}
+        for token in json.loads(file.read_text())["added_tokens"]])
+
+
 @pytest.mark.parametrize("damage", [
     Path.unlink, lambda file: file.write_text(file.read_text()[:100]),
-    lambda file: file.write_text(file.read_text().replace("<|im_start|>", "<s>"))])
+    lambda file: file.write_text(file.read_text().replace("<|im_start|>", "<s>")),
+    renumbered("<|endoftext|>", 3), renumbered("", 5), renumbered("<|im_end|>", -250),  # leave a gap, or take a byte's id
+    lambda file: edit(file.with_name("tokenizer_config.json"),              # transformers reads this list too
+                      added_tokens_decoder={258: json.loads(file.read_text())["added_tokens"][1]})])
 def test_wrong_tokenizer_file_is_named(tmp_path, damage):
     save_tokenizer(tmp_path, TEMPLATES["instruct"])
+    Tokenizer(tmp_path)
     damage(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer.json: "):
         Tokenizer(tmp_path)
@@ -210,12 +221,16 @@ def sums(path, numbers):
     return write_rows(path, [{"id": i, "question": f"{i} + 1?", "answer": str(i + 1)} for i in numbers])
 
 
-@pytest.mark.parametrize("reward,kept", [(None, ["1", "2"]), ("my:function", ["1", r"2^{\aleph_0}", "2"])])
-def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward, kept):
-    path = write_rows(tmp_path / "x.jsonl", [{"question": "q", "answer": a} for a in ("1", r"2^{\aleph_0}", "2")])
+@pytest.mark.parametrize("reward", [None, "my:function"])
+def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward):
+    """Such as numbers that other programs wrote."""
+    readable = ["1", "2e", "3e^{-5}"]
+    answers = [*readable, r"2^{\aleph_0}", "3e-05", "1E17", "-2.e+3", "(1, 2e-7)", "nan", "NaN", "None", "null"]
+    path = write_rows(tmp_path / "x.jsonl", [{"question": "q", "answer": answer} for answer in answers])
     settings = SimpleNamespace(reward=reward, prompt_style="plain", max_prompt_tokens=512)
-    assert [p.answer for p in usable_problems(settings, Tokenizer(TINY), path, "train")] == kept
-    assert ("x.jsonl: 1 problem skipped" in capsys.readouterr().out) == (reward is None)
+    kept = [p.answer for p in usable_problems(settings, Tokenizer(TINY), path, "train")]
+    assert kept == (answers if reward else readable)
+    assert ("x.jsonl: 9 problems skipped" in capsys.readouterr().out) == (reward is None)
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):

@@ -391,6 +391,9 @@ def lost(completion, problem):
 
 def economical(completion, problem, *, length, finished, weight=2):
     return {"tokens": length, "cut": not finished}
+
+def anything(completion, problem, **about):
+    return {"tokens": about["length"], "cut": not about["finished"]}
 '''
 
 
@@ -472,8 +475,9 @@ def test_no_code_is_loaded_from_a_run_folder(plug_ins, monkeypatch, tmp_path_fac
     assert not list(plug_ins.rglob("ran")) and not list(home.rglob("ran"))
 
 
-def test_a_reward_gets_length_and_finished_by_name(plug_ins):
-    first, second = graded_by("economical", [[0, 1, 1], [1]], [True, False])
+@pytest.mark.parametrize("name", ["economical", "anything"])
+def test_a_reward_gets_length_and_finished_by_name(plug_ins, name):
+    first, second = graded_by(name, [[0, 1, 1], [1]], [True, False])
     assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
 
 
@@ -494,7 +498,7 @@ def test_a_reward_with_other_parameters_is_refused(plug_ins, parameters):
     ("1 / len(completion)", "ZeroDivisionError: division by zero at .*one.py:2"),
     ("(_ for _ in ()).throw(GeneratorExit)", "GeneratorExit"),            # not an Exception
     *((one, f"returned {re.escape(one)}, expected") for one in (
-        "'5'", "None", "{}", "[1.0]", "{'shaping': -1}", "{'good': 1, 'bad': '1'}", "1e+39")),
+        "'5'", "None", "{}", "[1.0]", "{'a': b'3'}", "{'shaping': -1}", "{'good': 1, 'bad': '1'}", "1e+39")),
     ("float('inf')", "returned inf"),
     ("{'good': float('inf'), 'bad': -float('inf')}", "returned {'good': inf, 'bad': -inf}"),
     ("{'a': 9e14, 'b': 9e14}", "returned {'a': 900000000000000.0"), ("10 ** 400", "returned 10000"),

@@ -28,10 +28,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TEMPLATES, thinking_tiny
+from helpers import MODEL_CHANGES, ROOT, TEMPLATES, edit, thinking_tiny
 from safetensors.torch import load_file
 from test_config import settings_of
-from test_silent import MODEL_CHANGES
 
 import train as train_py
 from aqn import draw_z
@@ -101,7 +100,7 @@ def train(argv, folder, log, env, fault):
 class Runs:
     """Starts runs in `folder`, which contains word problems, reward functions and the tiny model in NVFP4.
 
-    Quantizing ../tiny on load gives the same weights (test_silent.py) but takes longer. Only tests that set --base,
+    Quantizing ../tiny on load gives the same weights (test_convert.py) but takes longer. Only tests that set --base,
     --calibrate or --model quantize on load.
     """
 
@@ -588,6 +587,8 @@ def test_log_of_a_fork_is_cut_on_resume(runs, whole):
     folder.log("mine.jsonl", [{"step": 5}, {"step": 6}])                  # the checkpoint has steps 0 to 5
     runs.run("logs", *RESUME)
     assert (folder.path / "mine.jsonl").read_text() == '{"step": 5}\n'
+    edit(folder.path / "checkpoints/step_000006/state.json", cursor=...)  # it would start again from 0
+    assert "state.json has " in runs.run("logs", *RESUME, code=1).splitlines()[-1]
 
 
 WANDB = """

@@ -5,15 +5,16 @@ python -m pytest tests/test_weights.py -v
 """
 import json
 import os
+import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
-from helpers import FP32, adapted, plain, tokens_of
+from helpers import FP32, ROOT, adapted, edit, plain, tokens_of
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import GROUPS, SHAPES, TARGETS, merged, write_folder
+from tiny_qwen2 import GROUPS, LLAMA3, SHAPES, TARGETS, merged, write_folder
 
 import nvfp4
 import weights as weights_py
@@ -21,8 +22,6 @@ from files import UserError
 from loading import load, model_tensors
 from model import ModelConfig
 from weights import NVFP4_CONFIG, ModelFolder, hub_id, in_16_bits, nvfp4_tensors, read_config, resolve, save_model
-
-HERE = Path(__file__).parent
 
 
 def quantized(case, kept=()):
@@ -75,7 +74,7 @@ def test_merged_folder_is_the_base_plus_the_adapter(tiny, tmp_path, monkeypatch,
 
 def test_qwen3_config_from_transformers_is_read(tiny, tmp_path):
     case = tiny["qwen3-tied"]
-    written = read_config(HERE / "qwen3_config.json")
+    written = read_config(ROOT / "tests/qwen3_config.json")
     assert "rope_theta" in written["rope_parameters"] and set(written["layer_types"]) == {"full_attention"}
     config = ModelConfig.from_json(written)
     assert config == ModelConfig.from_json(read_config(case.folder / "config.json"))
@@ -125,9 +124,11 @@ def test_ignored_linears_of_nvfp4_folder_stay_in_16_bits(tiny, tmp_path):
 @pytest.mark.parametrize("section", [
     {"quantization_config": NVFP4_CONFIG | change} for change in (
         dict(quant_method="modelopt"),                                    # stores the scale, not its reciprocal
-        dict(format="mxfp4-pack-quantized"), dict(format=None))] + [{}])
+        dict(format="mxfp4-pack-quantized"), dict(format=None),
+        dict(transform_config={"config_groups": {"u": {"type": "hadamard"}}}))]
+    + [{"quantization_config": {"quant_method": "fp8"}}, {}])
 def test_other_4_bit_format_is_rejected(tiny, tmp_path, section):
-    with pytest.raises(UserError, match="config.json: quantization_config"):
+    with pytest.raises(UserError, match="config.json: .*quantization_config"):
         load(write_folder(tmp_path, tiny["tied"].raw | section, quantized(tiny["tied"])), "nvfp4", "cpu")
 
 
@@ -196,6 +197,48 @@ def test_nvfp4_linear_that_decodes_to_nonsense_is_rejected(tiny, tmp_path, part,
 # -----------------------------------------------------------------------------
 # Wrong folders: a UserError that names the file or the tensor
 
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "use_sliding_window": ..., "rope_scaling": LLAMA3}
+
+
+@pytest.mark.parametrize("changes,key", [
+    *(({key: value}, key) for key in ("rms_norm_eps", "num_key_value_heads", "vocab_size", "hidden_size")
+      for value in (..., "64", 0, -1, True)),
+    *(({"rope_theta": value}, "rope_theta") for value in (..., "10000.0", 0, [1e4])),
+    *(({"max_position_embeddings": value}, "max_position_embeddings") for value in ("512", -1, 0, 512.0)),
+    *(({"layer_types": value}, "layer_types") for value in (["full_attention", "sliding_attention"], 3)),
+    ({"hidden_act": "gelu"}, "hidden_act"), ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    *(({"rope_theta": ..., key: ROPE | {"rope_type": "yarn"}}, "rope_type is 'yarn'")
+      for key in ("rope_scaling", "rope_parameters")),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings"), ({"head_dim": "16"}, "head_dim"),
+    ({"rope_parameters": "default"}, "rope_parameters"), ({"num_key_value_heads": 3}, "num_key_value_heads 3 must"),
+    ({"rope_parameters": ROPE}, "rope_theta"),                                           # beside 1e4
+    ({"rope_theta": ..., "rope_parameters": {"full_attention": ROPE}}, "rope_theta"),
+    ({"rope_theta": ..., "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_theta": ..., "rope_parameters": {"type": "linear", "rope_theta": 1e4}}, "rope_type"),
+    *((LLAMA | changes, key) for changes, key in [
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor"), ({"rope_scaling": 8.0}, "rope_scaling"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor"),
+        ({"rope_parameters": LLAMA3 | {"factor": 32.0}}, "factor"),                      # beside 8.0 in rope_scaling
+        ({"rope_parameters": LLAMA3 | {"type": "yarn"}}, "rope_type"),
+        ({"attention_bias": True}, "attention_bias"), ({"mlp_bias": True}, "mlp_bias"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers"), ({"residual_multiplier": 0.22}, "residual_multiplier"),
+        ({"rope_interleaved": True}, "rope_interleaved"), ({"sliding_window": 8}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),                   # 4,096 in transformers
+        ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures"),
+        *(({"architectures": [name]}, "architectures") for name in (
+            "SmolLM3ForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM", "Olmo3ForCausalLM", "Gemma3ForCausalLM",
+            "GptOssForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM", "Ministral3ForCausalLM",
+            "Llama4ForCausalLM"))])])
+def test_config_that_would_compute_something_else_is_rejected(tiny, tmp_path, changes, key):
+    (tmp_path / "config.json").write_text(json.dumps(tiny["tied"].raw))
+    edit(tmp_path / "config.json", **changes)
+    with pytest.raises(UserError, match=f"config.json: {key}.? "):
+        read_config(tmp_path / "config.json")
+
+
 def drop(case, ending):
     return {name: t for name, t in case.tensors.items() if not name.endswith(ending)}
 
@@ -206,18 +249,10 @@ def with_value(case, name, value):
     return case.tensors | {name: tensor}
 
 
-YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e6)
 L1 = "model.layers.1."
 
 
 @pytest.mark.parametrize("shape,config,named", [
-    *(("tied", {key: value}, f"config.json: {key}") for key, value in [
-        ("architectures", ["Qwen3MoeForCausalLM"]), ("hidden_act", "gelu"),
-        ("use_sliding_window", True), ("layer_types", ["full_attention", "sliding_attention"]), ("layer_types", 3),
-        ("partial_rotary_factor", 0.5),
-        ("quantization_config", dict(quant_method="fp8"))]),
-    *(("tied", {"rope_theta": None, key: YARN}, "config.json: rope_type is 'yarn'")
-      for key in ("rope_scaling", "rope_parameters")),
     ("tied", dict(hidden_size=128), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(head_dim=32), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(num_attention_heads=64), r"k_proj.bias has shape"),
@@ -299,6 +334,68 @@ def test_ids_and_lengths_beyond_the_model_are_rejected(tiny):
     ModelFolder(folder).check_length(512)
     with pytest.raises(UserError, match="config.json: max_position_embeddings is 512, less than the 513"):
         ModelFolder(folder).check_length(513)
+
+
+# -----------------------------------------------------------------------------
+# A folder whose files disagree
+
+UP = L1 + "mlp.up_proj.weight"
+
+
+def sharded(case, folder):
+    """-> the folder's index, what it says, and the file that doesn't have UP."""
+    index = write_folder(folder, case.raw, case.tensors, files=2) / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    return index, weight_map, next(file for file in weight_map.values() if file != weight_map[UP])
+
+
+def second_copy(case, folder):
+    _, _, other = sharded(case, folder)
+    save_file(load_file(folder / other) | {UP: case.tensors[UP] + 1}, folder / other)
+
+
+def other_file(case, folder):
+    index, weight_map, other = sharded(case, folder)
+    edit(index, weight_map=weight_map | {UP: other})
+
+
+def unlisted(case, folder):
+    index, weight_map, _ = sharded(case, folder)
+    del weight_map[UP]
+    edit(index, weight_map=weight_map)
+
+
+def beside_shards(case, folder, name="model.safetensors"):
+    sharded(case, folder)
+    save_file(case.tensors, folder / name)
+
+
+def without_index(case, folder):
+    beside_shards(case, folder)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def untied_head(case, folder):
+    write_folder(folder, case.raw, case.tensors | {"lm_head.weight": case.tensors["model.embed_tokens.weight"] * 2})
+
+
+def not_packed(case, folder):
+    write_folder(folder, case.raw | {"quantization_config": NVFP4_CONFIG}, case.tensors)
+
+
+def with_adapter(case, folder):
+    shutil.copy(ROOT / "tests/peft_adapter/adapter_config.json", write_folder(folder, case.raw, case.tensors))
+
+
+@pytest.mark.parametrize("write,named", [
+    (second_copy, UP), (other_file, UP), (unlisted, UP), (beside_shards, "two saves"), (without_index, "two saves"),
+    (lambda case, folder: beside_shards(case, folder, "model-00001-of-00003.safetensors"), "two saves"),
+    (untied_head, "lm_head.weight differs"), (not_packed, "no tensor in 4 bits"),
+    (with_adapter, "contains an adapter")])
+def test_folder_with_two_versions_of_a_model_is_rejected(tiny, tmp_path, write, named):
+    write(tiny["tied"], tmp_path / "model")
+    with pytest.raises(UserError, match=f"model.*{named}"):
+        load(tmp_path / "model", "nvfp4", "cpu")
 
 
 # -----------------------------------------------------------------------------
