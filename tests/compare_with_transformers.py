@@ -46,8 +46,9 @@ def transformers_model(folder, **options):
 @torch.no_grad()
 def compare(name, ours, theirs, texts, without=None):
     """Prints how far two programs' logits differ. Exits if rounding cannot explain it. -> our logits (tokens, V)"""
-    mine, other = (torch.cat([getattr(out, "logits", out)[0] for out in (model(torch.tensor([text])) for text in texts)])
-                   for model in (ours, theirs))
+    tokens = [torch.tensor([text]) for text in texts]
+    mine = torch.cat([ours(text)[0] for text in tokens])
+    other = torch.cat([theirs(text).logits[0] for text in tokens])
     off = (mine - other).abs().max().item()
     print(f"{name}: logits up to {other.abs().max():.1f} differ by at most {off:.1e}", flush=True)
     if without is not None:

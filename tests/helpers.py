@@ -2,6 +2,7 @@
 Shared by several test files: tokenizers, chat templates, adapters for tiny models.
 """
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -39,6 +40,19 @@ def write_rows(path, rows):
 
 def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+# Section -> its text.
+ANSWERS = dict(part.split("\n", 1) for part in (ROOT / "tests/answers.txt").read_text("utf-8").split("\n# ")[1:])
+
+
+def cells(section):
+    return re.split(r" {2,}|\n", ANSWERS[section].strip())
+
+
+def pairs(section):
+    """The cells "left == right" -> [(left, right)]"""
+    return [tuple(cell.split(" == ")) for cell in cells(section)]
 
 
 def edit(file, **changes):

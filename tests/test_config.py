@@ -17,7 +17,7 @@ from harness import config
 from harness.config import FIELDS, TINY_DEFAULTS, TINY_MODEL, Settings, option, read_settings, settings_of_run, type_of
 from weights import TARGETS
 
-RECIPES = sorted(Path(__file__).parent.parent.glob("recipes/*.json"))
+RECIPES = sorted(TINY_MODEL.parent.glob("recipes/*.json"))
 NOTES = dict(about={}, memory_plan={}, problems_sha256="0", weights_sha256="0")
 
 
@@ -44,37 +44,30 @@ def run(tmp_path):
 # -----------------------------------------------------------------------------
 # Values
 
-@pytest.mark.parametrize("flag,values", [
-    *((flag, ("0", "-1")) for flag in ("--lora-rank", "--steps", "--prompts-per-step", "--max-prompt-tokens",
-                                       "--max-new-tokens", "--max-rows", "--noise-stages", "--updates-per-rollout",
-                                       "--epochs", "--micro-batch-tokens", "--eval-every", "--save-every", "--keep")),
-    *((flag, ("0", "-1", "nan", "inf")) for flag in ("--lr", "--max-grad-norm", "--temperature", "--memory-gib",
-                                                     "--lora-alpha", "--sigma-end", "--clip-high")),
-    *((flag, ("-0.1", "nan", "inf")) for flag in ("--weight-decay", "--kl-beta", "--sigma-start")),
-    ("--sigma-end", ("1e-50",)), ("--eval-problems", ("-3",)), ("--seed", ("-1",)), ("--group-size", ("1", "0", "-4")),
-    ("--warmup", ("-0.1", "1.5", "nan")), ("--clip-low", ("0", "-0.2", "1.5", "nan")),
-    ])
-def test_value_out_of_range_is_rejected(flag, values, capsys):
-    for value in values:
+@pytest.mark.parametrize("flag,wrong,edges", [
+    *((flag, "0 -1", "1") for flag in ("--lora-rank", "--steps", "--prompts-per-step", "--max-prompt-tokens",
+                                       "--max-new-tokens", "--max-rows", "--updates-per-rollout", "--epochs",
+                                       "--micro-batch-tokens", "--eval-every", "--save-every", "--keep")),
+    *((flag, "0 -1 nan inf", "") for flag in ("--lr", "--max-grad-norm", "--temperature", "--memory-gib",
+                                              "--lora-alpha", "--clip-high")),
+    *((flag, "-0.1 nan inf", "0") for flag in ("--weight-decay", "--kl-beta")),
+    ("--sigma-start", "-0.1 nan inf", "0.01"), ("--noise-stages", "1 -1", "2"),
+    ("--sigma-end", "0 -1 nan inf 1e-50", "1e-9 0.01"), ("--eval-problems", "-3", "0"), ("--seed", "-1", "0"),
+    ("--group-size", "1 0 -4", "2"), ("--warmup", "-0.1 1.5 nan", "0 1"), ("--clip-low", "0 -0.2 1.5 nan", "1")])
+def test_values_have_a_range(flag, wrong, edges, capsys):
+    for value in wrong.split():
         with pytest.raises(SystemExit):
             settings_of("--sigma-start=0.01", f"{flag}={value}")
         error = capsys.readouterr().err
         assert f"argument {flag}: must be in" in error and f"got {value}" in error
-
-
-@pytest.mark.parametrize("flags", [
-    "--warmup 0", "--warmup 1", "--sigma-start 0", "--sigma-end 1e-9 --sigma-start 1e-9",
-    "--weight-decay 0.1 --kl-beta 0.001", "--eval-problems 0",
-    "--seed 0", "--clip-low 1 --clip-high 1e9", "--group-size 2", "--updates-per-rollout 16 --prompts-per-step 16"])
-def test_edge_of_range_is_accepted(flags):
-    flag, value = flags.split()[:2]
-    assert vars(settings_of(*flags.split()))[flag[2:].replace("-", "_")] == float(value)
+    for value in edges.split():
+        assert vars(settings_of("--sigma-start=0.01", flag, value))[flag[2:].replace("-", "_")] == float(value)
 
 
 @pytest.mark.parametrize("flags", [
     "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17 --prompts-per-step 16",
     "--calibrate 8 --base bf16", "--noise-schedule cosine --sigma-start 0", "--noise-stages 4 --sigma-start 0",
-    "--sigma-end 1e-4 --sigma-start 0"])
+    "--sigma-end 1e-4 --sigma-start 0", "--resume", "--resume --config a.json --out x"])
 def test_contradicting_flags_are_rejected(flags):
     flag = flags.split()[0]
     with pytest.raises(UserError, match=f"^{flag} "):
@@ -121,26 +114,21 @@ def test_bundled_model_has_its_own_defaults(tmp_path):
     assert settings_of("--model", str(TINY_MODEL)) == bundled
     recipe = write(tmp_path / "mine.json", dict(model="x"))
     assert settings_of("--config", recipe).max_new_tokens == settings_of("--model", "x").max_new_tokens
+    named = settings_of("--model", "x/qwen", "--base", "bf16", "--data", "my/sums.jsonl", "--seed", "7")
+    assert Path(named.out).name == "qwen-bf16-sums-7"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_is_valid(recipe):
     values = json.loads(recipe.read_text())
-    del values["about"]
-    values.pop("model", None)                                             # the flag below overrides it
     plain, custom = settings_of("--model", "x"), settings_of("--model", "x", "--config", str(recipe))
-    assert vars(custom) == vars(plain) | values
+    assert vars(custom) == vars(plain) | {name: values[name] for name in values.keys() - {"about", "model"}}
 
 
 def test_paper_recipe_matches_table_4():
-    paper = settings_of("--model", "x", "--config", str(next(path for path in RECIPES if path.stem == "paper")))
+    paper = settings_of("--model", "x", "--config", str(TINY_MODEL.parent / "recipes/paper.json"))
     assert (paper.prompts_per_step, paper.group_size, paper.epochs, paper.steps) == (16, 8, 4, 600)
     assert (paper.lr, paper.max_new_tokens, paper.sigma_start, paper.sigma_end) == (1e-5, 4096, 1e-2, 5e-4)
-
-
-def test_default_out_names_model_base_data_and_seed():
-    named = settings_of("--model", "x/qwen", "--base", "bf16", "--data", "my/sums.jsonl", "--seed", "7")
-    assert Path(named.out).name == "qwen-bf16-sums-7"
 
 
 def test_config_does_not_copy_an_automatic_calibrate(run):
@@ -185,33 +173,19 @@ def test_unknown_flag_or_bad_value_is_named(flags, named, capsys):
     assert stop.value.code == 2 and named in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("flags", [["--config", "a.json", "--resume", "--out", "x"], ["--resume"]])
-def test_resume_needs_a_folder_and_no_second_source(flags):
-    with pytest.raises(UserError, match="--resume"):
-        settings_of(*flags)
-
-
 # -----------------------------------------------------------------------------
 # --resume and --adapter
 
-@pytest.mark.parametrize("flags,refused", [
-    ("--lr 1e-3", True), ("--seed 1", True), ("--base bf16", True), ("--steps 30", True), ("--reward a:f", True),
-    ("--micro-batch-tokens 9", True), ("--eval-every 3", True), ("--keep 4", True), ("--sigma-start 1e-2", True),
-    ("--lr 3e-5", False), ("--steps 40", False), ("--steps 41", False), ("--model y", False), ("--data b.jsonl", False),
-    ("--eval-data c.jsonl", False), ("--device cpu", False), ("--memory-gib 3", False)])
-def test_resume_rejects_changed_settings(run, flags, refused):
-    begun = "--model x --base nvfp4 --lr 3e-5 --steps 40 --seed 0 --eval-every 20 --sigma-start 0"
-    folder = run(*begun.split())
-    command = ["--resume", "--out", folder, *flags.split()]
-    if not refused:
-        settings_of(*command)
-        return
-    with pytest.raises(UserError, match=f"--resume: {flags.split()[0]} is"):
-        settings_of(*command)
-
-
-def test_resume_needs_the_program_that_started_the_run(run):
-    folder = run("--model", "x", about={"program": "python -m examples.calculator"})
+def test_resume_rejects_changed_settings_and_another_program(run):
+    begun = "--model x --base nvfp4 --lr 3e-5 --steps 40 --seed 0 --eval-every 20 --sigma-start 0".split()
+    folder = run(*begun)
+    for flags in ("--lr 3e-5 --steps 41 --model y --data b.jsonl", "--eval-data c.jsonl --device cpu --memory-gib 3"):
+        settings_of("--resume", "--out", folder, *flags.split())
+    for flags in ("--lr 1e-3", "--seed 1", "--base bf16", "--steps 30", "--reward a:f", "--micro-batch-tokens 9",
+                  "--eval-every 3", "--keep 4", "--sigma-start 1e-2"):
+        with pytest.raises(UserError, match=f"--resume: {flags.split()[0]} is"):
+            settings_of("--resume", "--out", folder, *flags.split())
+    run(*begun, about={"program": "python -m examples.calculator"})
     with pytest.raises(UserError, match="resume it with python -m examples.calculator"):
         settings_of("--resume", "--out", folder)
 

@@ -10,7 +10,6 @@ import math
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import ROOT, attach_to_some
@@ -159,24 +158,14 @@ def test_each_row_reserves_three_times_its_logits(gpu):
     assert free[0] - free[1] == pytest.approx(492 * 3 * 4 * TINY["vocab_size"], abs=1)
 
 
-@pytest.mark.parametrize("gib,kv_gib,answers,rows", [
-    (80, None, 512, 512), (80, None, 600, 512), (80, None, 300, 300), (80, None, 40, 40), (80, 33, 512, 512),
-    (43.2, None, 512, 512), (42.6, None, 512, 256), (28, None, 512, 256), (80, 20, 512, 256), (80, None, 256, 256)])
-def test_512_rows_only_if_all_of_it_fits(gpu, monkeypatch, gib, kv_gib, answers, rows):
-    # 512 sequences of 96 tokens need 32 GiB, 256 need 16. Three layers need 3 GiB, the micro-batch 4. With CUDA's 0.6,
-    # the weights' 2 and 3 % fragmentation, 42.9 GiB hold everything.
+@pytest.mark.parametrize("gib,kv_gib,answers,most,rows", [
+    (80, None, 600, None, 512), (80, None, 300, None, 300), (80, 33, 512, None, 512), (43.2, None, 512, None, 512),
+    (42.6, None, 512, None, 256), (28, None, 512, None, 256), (80, 20, 512, None, 256), (42.6, None, 800, 700, 700)])
+def test_512_rows_only_if_all_of_it_fits_or_the_flag_asks(gpu, monkeypatch, gib, kv_gib, answers, most, rows):
+    # 512 sequences of 96 tokens need 32 GiB. Three layers need 3 GiB, the micro-batch 4. With CUDA's 0.6, the weights'
+    # 2 and 3 % fragmentation, 42.9 GiB hold everything.
     make_useful(gpu, monkeypatch, 32, rows=512)
-    plan = gpu.plan(gib, kv_gib, tokens=200, rows=answers)
-    assert plan.max_rows == rows
-    monkeypatch.setattr(memory, "MAX_ROWS", (256,))                       # 512 not allowed
-    fewer = gpu.plan(gib, kv_gib, tokens=200, rows=answers)
-    assert fewer.max_rows == min(256, answers) and plan.kept_layers >= fewer.kept_layers and plan.pool >= fewer.pool
-
-
-def test_max_rows_flag_is_obeyed(gpu):
-    for rows in (7, 300, 1000):
-        limits = Limits(48, None, 200, rows)
-        assert Plan(gpu.model, limits, PROMPT, NEW, 800).max_rows == min(rows, 800)
+    assert Plan(gpu.model, Limits(gib, kv_gib, 200, most), PROMPT, NEW, answers).max_rows == rows
 
 
 def test_reference_pass_is_measured_with_activations(gpu, monkeypatch):
@@ -252,21 +241,18 @@ def test_pool_too_small_for_one_full_row_is_rejected(gpu, monkeypatch):
 
 @pytest.mark.parametrize("free,pool,tokens", [(3.0, 3.0, 16384), (2.0, 1.5, 8192)])
 def test_resume_replans_only_if_old_plan_does_not_fit(monkeypatch, capsys, free, pool, tokens):
-    class Measured:
-        def __init__(self, model, limits, *rest):
-            self.pool, self.micro_batch_tokens, self.kept_layers, self.max_rows = 1.5 * GIB, 8192, 2, 8
-            if limits.kv_gib:
-                if limits.kv_gib > free:
-                    raise UserError(f"a KV pool of {limits.kv_gib} GiB does not fit: only {free:.2f} GiB are left")
-                self.pool, self.micro_batch_tokens = limits.kv_gib * GIB, limits.micro_batch_tokens
-
-        def dry_step(self):
-            return self
+    def measured(model, limits, *rest):
+        if (limits.kv_gib or 0) > free:
+            raise UserError(f"only {free:.2f} GiB are left")
+        plan = SimpleNamespace(pool=(limits.kv_gib or 1.5) * GIB, micro_batch_tokens=limits.micro_batch_tokens or 8192,
+                               kept_layers=2, max_rows=8)
+        plan.dry_step = lambda: plan
+        return plan
 
     def sampler(model, longest, rows, kv_gib):
         return SimpleNamespace(engine=SimpleNamespace(kv=SimpleNamespace(nbytes=kv_gib * GIB)), kv_blocks=10)
 
-    monkeypatch.setattr(memory, "Plan", Measured)
+    monkeypatch.setattr(memory, "Plan", measured)
     monkeypatch.setattr(setup, "Sampler", sampler)
     model = SimpleNamespace(device=torch.device("cuda"), layers=range(4))
     learner = SimpleNamespace(model=model, adapter=SimpleNamespace(master=torch.zeros(5)), loss=grpo.LOSSES["dapo"])
@@ -317,41 +303,11 @@ def test_model_larger_than_the_card_is_rejected(monkeypatch, size, base, train, 
         memory.check_size(wanted, config, gib * GIB)
 
 
-@pytest.mark.parametrize("width,largest", [(896, 32768), (1536, 32768), (3584, 16384), (8192, 16384)])
+@pytest.mark.parametrize("width,largest", [(1536, 32768), (3584, 16384)])
 def test_narrow_model_gets_larger_micro_batch(gpu, monkeypatch, width, largest):
     gpu.token_bytes = 2**10                                               # any size fits
     monkeypatch.setattr(gpu.model, "config", dataclasses.replace(gpu.model.config, hidden=width))
     assert gpu.plan().micro_batch_tokens == largest
-
-
-# By width, a 7B and a 1.5B: seconds of an update with 128 answers on an H200, by the tokens of a micro-batch, with 28,
-# 17 and none of 28 layers that keep their activations.
-UPDATES = {
-    3584: {16384: (2.34, 2.73, 3.35), 8192: (2.50, 2.91, 3.59), 4096: (2.80, 3.52, 4.29), 2048: (4.27, 5.66, 6.85)},
-    1536: {16384: (0.75, 0.86, 1.04), 8192: (1.27, 1.46, 1.52), 4096: (2.43, 2.78, 4.02), 2048: (4.93, 5.42, 5.50)}}
-
-
-@pytest.mark.parametrize("width,kib,limits", [(3584, 176, range(14, 141, 3)), (1536, 81, range(8, 48, 2))])
-def test_micro_batch_is_the_fastest_and_more_memory_never_slows_it(gpu, monkeypatch, width, kib, limits):
-    # A layer keeps so many KiB per token. 8 sequences can use 8 GiB of KV cache.
-    make_useful(gpu, monkeypatch, 8, hidden=width, layers=28)
-    gpu.token_bytes, gpu.total = kib * 2**10, 141 * GIB
-
-    def seconds(plan):
-        return np.interp(plan.kept_layers, (0, 17, 28), UPDATES[width][plan.micro_batch_tokens][::-1])
-
-    before = math.inf
-    for limit in limits:
-        plan = gpu.plan(limit)
-        assert plan.worst_case(plan.micro_batch_tokens, plan.kept_layers) + plan.pool <= plan.free
-        for tokens in UPDATES[width]:
-            try:
-                other = gpu.plan(limit, plan.pool / GIB, tokens)
-            except UserError:                                            # does not fit beside that pool
-                continue
-            assert seconds(plan) <= 1.03 * seconds(other), (limit, tokens)
-        assert seconds(plan) <= before, limit
-        before = seconds(plan)
 
 
 def test_size_is_checked_before_weights_are_read(fake_gpu, monkeypatch, tmp_path):

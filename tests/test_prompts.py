@@ -170,7 +170,7 @@ def renumbered(content, more):
 @pytest.mark.parametrize("damage", [
     Path.unlink, lambda file: file.write_text(file.read_text()[:100]),
     lambda file: file.write_text(file.read_text().replace("<|im_start|>", "<s>")),
-    renumbered("<|endoftext|>", 3), renumbered("", 5), renumbered("<|im_end|>", -250),  # leave a gap, or take a byte's id
+    renumbered("<|endoftext|>", 3), renumbered("", 5), renumbered("<|im_end|>", -250),    # gaps, or a byte's id
     lambda file: edit(file.with_name("tokenizer_config.json"),              # transformers reads this list too
                       added_tokens_decoder={258: json.loads(file.read_text())["added_tokens"][1]})])
 def test_wrong_tokenizer_file_is_named(tmp_path, damage):

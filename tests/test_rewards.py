@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import fuzz_rewards
 import pytest
 import torch
-from test_answers import table
+from helpers import cells, pairs
 
 import train
 from files import Stopped, UserError
@@ -68,41 +68,8 @@ def marked(text):
     return text if re.search(r"box|answer|####", text, re.IGNORECASE) else f"Answer: {text}"
 
 
-# Texts that give neither 5 nor 6 as their answer. Another grader once accepted a list containing the gold answer.
-HEDGED = r"""
-the answer is not 5 | The answer is not $5$. | The answer isn't 5. | The answer cannot be 5 | The answer is no longer 5
-The answer is definitely not 5. | we know that x is not 5 | anything other than 5 works | all numbers except 5
-The answer is between 5 and 6 | It lies between $5$ and $6$. | somewhere between 5 and 6 meters | It is 5 to 6.
-The answer is more than 5 | The answer is greater than or equal to 5. | There is no more than 5 | less than $5$
-The answer is at least 5 | The answer is at most 5 apples | over 5 miles | up to 5 hours | almost 5 | The answer is > 5
-we know that x < 5 | The answer is x > 5 for all cases | so we get x - 5 | so we get 3 + 5 | It is 3 x 5
-The answer is 5 or more | The answer is 5 or 6 apples | The answer is 5 to 6 hours | The answer is 5-6 hours
-The answer is 5 and a half hours | The answer is 5 1/2 cups | The answer is 5 million dollars
-The answer is 5 dozen eggs | The answer is 5 + 6 = 11 apples | The answer is 5 * 6 apples | The answer is 5^2 meters
-The answer is 5:30 in the afternoon | The answer is 5x where x is the number
-The answer is 5 apples and 6 pears | The answer is 5 times as many | 5th place
-5 is not the answer | 5 is wrong. | I think that 5 isn't right | The answer is negative 5
-The answer is minus 5 degrees | The answer is a multiple of 5
-The answer is the square root of 5 | The answer is twice 5
-The answer is neither 5 nor 6 | The roots are 5 and 6. | The roots are 5, 6.
-<answer>not 5</answer> | <answer>between 5 and 6</answer> | #### not 5
-5 or 6 | The answer is 5 or 6. | it is $5$ or $6$ | The answer is either 5 or 6. | The answer is $5$ or $6$
-\boxed{5} or \boxed{6} | \boxed{5 \text{ or } 6} | \boxed{5, 6} | \boxed{\pm 5} | \boxed{5}, \boxed{6}
-\boxed{5} is wrong. | $\boxed{5}$ isn't the answer. | so \[ x \ne \boxed{5} \] | It is not \boxed{5}
-The value is certainly not $\boxed{5}$. | It can't be \boxed{5}. | \boxed{5}? No, it is not equal to \[\boxed{5}\]
-\boxed{5 \text{ is wrong}} | \boxed{\text{not } 5} | The answer is 5 unless it is 6 | The answer is 5 (but maybe 6).
-The answer is 5, alternatively 6 | The answer is 5, although 6 is possible. | The answer is 5 but could be 6
-The answer is 5, or maybe 7 | The answer is 5, but it could also be 6. | The answer is $5$, although it might be $6$.
-Answer: 5 sixteenths | The answer is 5 quadrillion. | Answer: It is false that the sum is 5.
-Answer: the sum is 4 and the rest is 5
-\boxed{5 \text{ or six}} | \boxed{5 \text{ through 6}} | \boxed{5 \text{ vs 6}} | \boxed{5 \text{ apples or 6 pears}}
-\boxed{5 \text{ cats, 6 dogs}} | \boxed{5 \text{; alternatively 6}} | \boxed{5 \text{ (or 6)}} | \boxed{5 \text{ six}}
-\boxed{5 \approx 6} | \boxed{5 \text{ for all } n, 6, 7} | \boxed{5 \text{ for all even } n \text{ or } 6}
-\boxed{5 \text{ approximately}} | \boxed{5 \text{ when } n = 1}
-"""
-
-
-@pytest.mark.parametrize("text", [text.strip() for line in HEDGED.strip().split("\n") for text in line.split(" | ")])
+# Another grader once accepted a list containing the gold answer.
+@pytest.mark.parametrize("text", cells("neither 5 nor 6"))
 def test_hedged_denied_and_several_numbers_are_not_answers(text):
     for gold in ("5", "6"):
         assert grade(marked(text), gold).correct == 0
@@ -158,44 +125,12 @@ def test_answers_are_found_beside_hedges_and_units(text, gold):
 
 # arithmetic left to the grader ------------------------------------------------------------------------------------
 
-FINISHED = r"""
-1/2 == 0.5    \frac12 == 0.5    50/100 == 50\%    3 1/2 == 3.5    3\frac12 == 3.5    \frac68 == \frac34    30 m/s == 30
-3\times10^4 == 30000    4.5\times10^{-3} == 0.0045    2^{10} == 1024    \sqrt{16} == 4    \sqrt[3]{8} == 2    3! == 6
-\binom{18}{6} == 18564    \frac1{2^{10}} == \frac1{1024}    \frac1{3!} == \frac16    7+12=19 == 19    5=x == 5
-48+24=72\text{ clips} == 72    x\equiv3\pmod7 == 3    3:4 == 0.75    2x+1 == 1+2x    6\sqrt2 == \sqrt{72}
-18 dollars/hour == 18    5 cm^2 == 5    (B) 12 == 12    3+4i == 4i+3    \frac{2\pi}3 == 2\pi/3    2^{1/3} == \sqrt[3]2
-\frac{10}3\approx3.33 == \frac{10}3    1+\sqrt5 == \sqrt5+1    -\frac12+\frac{\sqrt3}2i == \frac{-1+\sqrt3i}2
-2^{2005}-1 == -1+2^{2005}    \ln 8 == 3\ln2    \tan^{-1}2 == \arctan2    \log_23 == \frac{\ln3}{\ln2}
-4!\cdot5 == 5\cdot4!
-120^\circ == 120    \frac{n(n+1)}2 == n(n+1)/2    x_1=2, x_2=3 == 2,3    2+3=5, 6 == 5,6    |x| == \sqrt{x^2}
-2^{n+1}+2^n == 3\cdot2^n    2x+x == 3x    \sqrt0 == 0
-\frac12\begin{pmatrix}1\\4\end{pmatrix} == \begin{pmatrix}0.5\\2\end{pmatrix}
-"""
-UNFINISHED = r"""
-48+48/2 == 72    \frac{144}2 == 72    72/1 == 72    144\div2 == 72    144:2 == 72    (8)(9) == 72    8(9) == 72
-8 9 == 72
-48*10^0 == 48    7.2\cdot10 == 72    3\cdot10^2\cdot1 == 300    \max(5,6,7) == 7    \lfloor7.9\rfloor == 7
-10\bmod7 == 3
-|3-10| == 7    \sin30^\circ == \frac12    \ln e^3 == 3    10+2 == (B) 12    x=2+3 == 5    2+3=x == 5    72=48+24 == 72
-48+24\approx72 == 72    48+24\text{ clips} == 72    \$(80-8) == 72    50\%+50\% == 1    2-(-3) == 5    2\pm3 == 5,-1
-\frac14+\frac12 == \frac34    \frac{2+1}4 == \frac34    \frac{48+48/2}{96} == \frac34    1/2/3 == \frac16    5-10 == -5
-\frac{\binom42}{\binom{10}2} == \frac2{15}    2^{10}-1 == 1023    2^{5+5} == 1024    (2+1)! == 6    \sqrt{9+16} == 5
-\sqrt{2^4} == 4    (3!)! == 720    2\sqrt{16} == 8    2^3\pi == 8\pi    2\cdot3\pi == 6\pi    3\pi\cdot2 == 6\pi
-\frac{12\pi}2 == 6\pi    6\sqrt2+0 == 6\sqrt2    0+x == x    1\cdot x == x    \frac x1 == x    (6\sqrt2)^1 == 6\sqrt2
-x+3+2 == x+5    \sqrt2\sqrt8 == 4    (\sqrt5)^2 == 5    e^{i\pi} == -1    (2+3,6) == (5,6)    2+3,6 == 5,6
-2\cdot3\ln2 == 6\ln2    (2^{10}-1,2+3) == (2^{10}-1,5)
-\begin{pmatrix}2+3\\6\end{pmatrix} == \begin{pmatrix}5\\6\end{pmatrix}
-3 \times 4 \text{ matrix} == 12    2023-01-05 == 2017    555-1234 == -679    72+x-x == 72
-2\sqrt2+4\sqrt2 == 6\sqrt2    \frac1{17}+\frac1{19} == \frac{36}{323}
-"""
-
-
-@pytest.mark.parametrize("answer,gold", table(FINISHED))
+@pytest.mark.parametrize("answer,gold", pairs("arithmetic that is done"))
 def test_answers_whose_arithmetic_is_done(answer, gold):
     assert grade(boxed(answer), gold).correct == 1
 
 
-@pytest.mark.parametrize("answer,gold", table(UNFINISHED))
+@pytest.mark.parametrize("answer,gold", pairs("arithmetic left to the grader"))
 def test_arithmetic_left_to_the_grader_is_wrong(answer, gold):
     assert grade(boxed(answer), gold).correct == 0
     assert grade(boxed(answer), answer).correct == 1           # the gold answer is written that way, too
