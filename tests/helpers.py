@@ -38,6 +38,11 @@ def write_rows(path, rows):
     return str(path)
 
 
+def write_sums(path, numbers):
+    """Writes one problem per number, i + 1. -> the file's path as text"""
+    return write_rows(path, [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in numbers])
+
+
 def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
@@ -140,7 +145,7 @@ def prompt_of(tokenizer, text, system=None):
     return tokenizer.turns([("system", system)] * bool(system) + [("user", text)])
 
 
-# Chat templates that write the same text as Qwen's. make_chat_reference.py checks this with Qwen's own templates.
+# Chat templates that write the same text as Qwen's: chat_reference.json has what Qwen's own wrote.
 # TURNS writes the messages; what follows opens the answer.
 TURNS = r"""{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}

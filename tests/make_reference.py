@@ -1,18 +1,16 @@
 """
 Writes qwen2_reference.safetensors, peft_adapter/, peft_adapter_qwen3/ and qwen3_config.json with transformers and PEFT,
-from tiny_qwen2.py's checkpoints and a real one, for test_model.py, test_lora.py and test_peft.py.
+from tiny_qwen2.py's checkpoints, for test_model.py, test_weights.py and test_peft.py.
 
     pip install -r requirements.txt transformers==5.23.0 peft==0.21.2
-    python tests/make_reference.py [FOLDER]      FOLDER: Qwen2.5-Coder-0.5B-Instruct; without it, its numbers are kept
+    python tests/make_reference.py
 
 The project and its tests need neither package. Everything is computed in fp32. The file contains, for every tiny shape,
 a checksum of its weights, tokens (2, T) and logits (2, T, V); for "tied" and "qwen3-tied" also the logits of
     ours_in_peft    the folder that save_adapter wrote, loaded by PEFT
     peft_adapter    an adapter that PEFT made, saved to peft_adapter/ or peft_adapter_qwen3/
-For the real model it contains the tokens (T,) of one text, the logits (T, C) of C columns and the T - 1 next tokens'
-log-probs. qwen3_config.json is from a Qwen3 folder that transformers wrote.
+qwen3_config.json is from a Qwen3 folder that transformers wrote. compare_with_transformers.py compares a real model.
 """
-import argparse
 import json
 import shutil
 import sys
@@ -21,8 +19,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -34,8 +31,6 @@ from lora import attach
 
 HERE = Path(__file__).parent
 PEFT_FOLDERS = {"tied": "peft_adapter", "qwen3-tied": "peft_adapter_qwen3"}
-TEXT = ("<|im_start|>user\nA box holds 12 rows of 7 pens. How many pens are in 3 boxes?<|im_end|>\n"
-        "<|im_start|>assistant\nOne box holds 12 * 7 = 84 pens, so 3 boxes hold 3 * 84 = 252 pens.<|im_end|>")
 
 
 def transformers_model(folder):
@@ -91,30 +86,7 @@ def peft_adapter(model, values, folder):
     return model.eval()
 
 
-@torch.no_grad()
-def real_case(folder):
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens = torch.tensor(tokenizer.encode(TEXT, add_special_tokens=False).ids)
-    logits = transformers_model(folder)(tokens[None]).logits[0]
-    columns = torch.arange(8) * 21700 + 17                                # no token uses the last one
-    yield "qwen05.tokens", tokens
-    yield "qwen05.columns", columns
-    yield "qwen05.logits", logits[:, columns]
-    yield "qwen05.logprobs", logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="Qwen2.5-Coder-0.5B-Instruct, with its tokenizer.json")
-    args = parser.parse_args()
-    file = HERE / "qwen2_reference.safetensors"
-    real = {name: t for name, t in load_file(file).items() if name.startswith("qwen05.")}
-    if args.folder:
-        real = dict(real_case(args.folder))
-    with tempfile.TemporaryDirectory() as scratch:
-        tensors = dict(tiny_cases(Path(scratch))) | real
-    save_file({name: t.clone() for name, t in tensors.items()}, file)
-
-
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as scratch:
+        tensors = {name: t.clone() for name, t in tiny_cases(Path(scratch))}
+    save_file(tensors, HERE / "qwen2_reference.safetensors")

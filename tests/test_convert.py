@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import TINY, prompt_of, run_main, same_bytes, with_acting_adapter
+from helpers import TINY, prompt_of, run_main, same_bytes, with_acting_adapter, write_sums
 from safetensors.torch import load_file, save_file
 from test_weights import quantized
 from tiny_qwen2 import write_folder
@@ -63,8 +63,7 @@ def test_converted_folder_computes_what_quantizing_on_load_does(tiny, tmp_path, 
 
 
 def test_calibration_uses_its_flags(tmp_path, monkeypatch):
-    problems = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(9)]
-    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    write_sums(tmp_path / "sums.jsonl", range(9))
     asked = []
     monkeypatch.setattr(calibrate, "own_answers", lambda *a: asked.append(a))
     monkeypatch.setattr(calibrate, "to_nvfp4", lambda *a: None)
@@ -72,7 +71,7 @@ def test_calibration_uses_its_flags(tmp_path, monkeypatch):
         assert run(monkeypatch, "nvfp4", TINY, tmp_path / "out", "--calibrate", n, "--data", tmp_path / "sums.jsonl",
                    "--prompt-style", "tags", "--seed", "5") is None
         _, tokenizer, some, *_, seed = asked[-1]
-        questions = [f"{i} + 1" for i in epoch_order(9, 5, 0)[:count]]
+        questions = [f"{i} + 1?" for i in epoch_order(9, 5, 0)[:count]]
         request, system = STYLES["tags"]
         assert [p.prompt for p in some] == [prompt_of(tokenizer, q + request, system) for q in questions] and seed == 5
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import TEMPLATES, TINY, prompt_of, read_rows, thinking_tiny, with_acting_adapter, write_rows
+from helpers import TEMPLATES, TINY, prompt_of, read_rows, thinking_tiny, with_acting_adapter, write_rows, write_sums
 
 import adapters
 import evaluate
@@ -106,14 +106,13 @@ def test_top_k_and_top_p_reach_the_sampler(run):
 
 
 def test_ids_beyond_the_tokenizer_are_never_sampled(run, monkeypatch):
-    highest = []
-    score = evaluate.rewards.grade_rows
+    highest, grade_rows = [], rewards.grade_rows
 
     def look(tokenizer, problems, rows, *more):
         highest.extend(max(row.completion) - tokenizer.vocab_size for row in rows)
-        return score(tokenizer, problems, rows, *more)
+        return grade_rows(tokenizer, problems, rows, *more)
 
-    monkeypatch.setattr(evaluate.rewards, "grade_rows", look)
+    monkeypatch.setattr(rewards, "grade_rows", look)
     run(*BASIC, "--limit", 8, "--samples", 4, "--temperature", 1000, "--top-p", 1, "--max-new-tokens", 12)
     assert len(highest) == 32 and max(highest) < 0
 
@@ -127,14 +126,6 @@ def test_unclosed_thinking_is_wrong(name, rules, tmp_path, run):
     right = mean([float(f"\\boxed{{{row['answer']}}}" in row["completion"]) for row in read_rows("a")])
     assert right > 0 and figures["format"] == (name == "qwen3")
     assert figures["pass@1"][0] == (right if name == "qwen3" else 0)
-
-
-# -----------------------------------------------------------------------------
-# The adapter
-
-@pytest.fixture
-def adapted(tiny_nvfp4):
-    return with_acting_adapter(load(tiny_nvfp4, "nvfp4", "cpu"))
 
 
 # -----------------------------------------------------------------------------
@@ -173,22 +164,14 @@ def test_unreadable_golds_are_left_out(tmp_path, run):
         run(*BASIC, "--data", "none.jsonl")
 
 
-def test_several_ranks_are_rejected(run, monkeypatch):
-    monkeypatch.setattr(evaluate, "WORLD", 2)
-    with pytest.raises(SystemExit, match="torchrun"):
-        run(*BASIC)
-
-
 # -----------------------------------------------------------------------------
 # --reward
 
 def test_nan_reward_becomes_null(run):
-    Path("odd.py").write_text("def nan(completion, problem):\n    return float('nan')\n"
-                              "def two(completion, problem):\n"
+    Path("odd.py").write_text("def score(completion, problem):\n"
                               "    return 2 if problem['id'].endswith('-0') else float('nan')\n")
-    figures = run(*BASIC, "--limit", 2, "--reward", "odd:nan", "--out", "a.jsonl")
-    assert figures["mean_reward"] is None and [row["reward"] for row in read_rows("a.jsonl")] == [None, None]
-    assert run(*BASIC, "--limit", 2, "--reward", "odd:two")["mean_reward"] == 2
+    figures = run(*BASIC, "--limit", 3, "--reward", "odd:score", "--out", "a.jsonl")
+    assert figures["mean_reward"] == 2 and [row["reward"] for row in read_rows("a.jsonl")] == [2, None, None]
 
 
 # -----------------------------------------------------------------------------
@@ -206,10 +189,6 @@ def run_folder(folder, **flags):
     return folder
 
 
-def sums(file, count):
-    return write_rows(file, [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(count)])
-
-
 def asked(run, *flags):
     """Runs `evaluate.py run --adapter none`. -> the ids of its problems"""
     Path("asked.jsonl").unlink(missing_ok=True)
@@ -217,9 +196,9 @@ def asked(run, *flags):
     return [row["id"] for row in read_rows("asked.jsonl")]
 
 
-def test_run_sets_flags_and_adapter(adapted, tmp_path, run):
-    run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60))
-    adapters.save_adapter(adapted, tmp_path / "run" / "adapter")
+def test_run_sets_flags_and_adapter(tiny_nvfp4, tmp_path, run):
+    run_folder(tmp_path / "run", data=write_sums(tmp_path / "sums.jsonl", range(60)))
+    adapters.save_adapter(with_acting_adapter(load(tiny_nvfp4, "nvfp4", "cpu")), tmp_path / "run" / "adapter")
     figures = run("run", "--out", "a.jsonl")
     assert figures["base"] == "bf16" and figures["max_new_tokens"] == 20 and figures["adapter"] == "run/adapter"
     assert figures["data"] == str(tmp_path / "sums.jsonl")
@@ -233,14 +212,14 @@ def test_run_sets_flags_and_adapter(adapted, tmp_path, run):
 def test_limit_on_a_test_split(limit, want, tmp_path, run):
     run_folder(tmp_path / "run")
     assert asked(run, *limit) == [f"arithmetic-test-{i}" for i in range(want)]
-    run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60), eval_data=sums(tmp_path / "held.jsonl", 30))
+    run_folder(tmp_path / "run", data=write_sums("sums.jsonl", range(60)), eval_data=write_sums("held.jsonl", range(30)))
     assert asked(run, *limit) == [f"held-{i + 1}" for i in range(want)]
 
 
 @pytest.mark.parametrize("limit,count,hub", [((), 4, True), (("--limit", 0), 4, False), (("--limit", 3), 3, False)])
 def test_limit_on_training_data_never_exceeds_held_out(limit, count, hub, tmp_path, run, monkeypatch):
     """hub: a data set with a short name and no test split."""
-    data = sums(tmp_path / "sums.jsonl", 60)
+    data = write_sums(tmp_path / "sums.jsonl", range(60))
     if hub:
         load = tasks.problems.load_problems
         for module in (prompts, evaluate):
@@ -248,11 +227,7 @@ def test_limit_on_training_data_never_exceeds_held_out(limit, count, hub, tmp_pa
             monkeypatch.setattr(module, "load_problems", lambda _, *more, **flags: load(data, *more, **flags))
     run_folder(tmp_path / "run", data="dapo" if hub else data)
     assert asked(run, *limit) == [f"sums-{i}" for i in range(57, 61)][:count]
-
-
-def test_changed_training_file_is_rejected(tmp_path, run):
-    run_folder(tmp_path / "run", data=sums(tmp_path / "sums.jsonl", 60))
-    sums(tmp_path / "sums.jsonl", 40)
+    write_sums(data, range(40))                            # the training file has changed
     with pytest.raises(SystemExit, match="--data"):
         asked(run)
 

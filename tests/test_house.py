@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import write_sums
 
 import attention
 import full
@@ -118,8 +119,7 @@ def test_kernel_signatures_match_references():
 
 def test_training_runs_without_triton_or_file_locks(tmp_path):
     """As on Windows and macOS. None in sys.modules makes an import fail."""
-    rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(12)]
-    (tmp_path / "sums.jsonl").write_text("\n".join(rows))
+    write_sums(tmp_path / "sums.jsonl", range(12))
     (tmp_path / "mine.py").write_text("def length(completion, problem):\n    return len(completion)\n")
     code = (f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules |= dict(triton=None, fcntl=None); "
             "runpy.run_module('train', run_name='__main__', alter_sys=True)")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, attach_to_some
+from helpers import ROOT, attach_to_some, write_sums
 
 import grpo
 from fast import backward
@@ -316,8 +316,7 @@ def test_size_is_checked_before_weights_are_read(fake_gpu, monkeypatch, tmp_path
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (2**20, 2**34))             # 1 MiB free
     monkeypatch.setattr(setup, "read_model", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr("importlib.import_module", lambda *_: None)                       # torch's compiler
-    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
     settings, _ = read_settings(["--lora-rank", "64", "--out", str(tmp_path / "run"), "--data",
-                                 str(tmp_path / "sums.jsonl")])
+                                 write_sums(tmp_path / "sums.jsonl", range(4))])
     with pytest.raises(UserError, match=r"--model .*tiny needs more than the 0.6 GiB .*an adapter of rank 64"):
         setup.prepare(settings, None)

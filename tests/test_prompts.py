@@ -9,13 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ANSWER, ROOT, TEMPLATES, TINY, TURNS, edit, prompt_of, save_tokenizer, write_rows
+from helpers import ANSWER, ROOT, TEMPLATES, TINY, TURNS, edit, prompt_of, save_tokenizer, write_rows, write_sums
 from tokenizers import processors
 
 import prompts as prompts_py
 from files import UserError
 from harness.config import Data
-from prompts import SANDBOX, Tokenizer, encode_prompts, split_problems, usable_problems
+from prompts import Tokenizer, encode_prompts, split_problems, usable_problems
 from tasks.problems import Problem
 
 
@@ -42,13 +42,6 @@ def test_conversations_match_qwens_templates(tmp_path, name, thinking):
         assert ids == file.encode(text).ids
 
 
-@pytest.mark.parametrize("template", [None, [{"name": "default", "template": TURNS}]])
-def test_missing_template_is_named(tmp_path, template):
-    save_tokenizer(tmp_path, template)
-    with pytest.raises(UserError, match="tokenizer_config.json: "):
-        Tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize("template,expected", [
     ("{% if", "unexpected"), ("{{ raise_exception('no\nuser') }}", "no"),
     ("[INST] {{ messages[0].content }} [/INST]", "im_start"), (TURNS, "im_start"),                # opens no answer
@@ -67,12 +60,9 @@ def test_broken_or_unsafe_template_is_rejected(tmp_path, template, expected):
     assert "\n" not in str(error.value)
 
 
-def test_generation_blocks_write_their_text():
-    assert SANDBOX.from_string("a{% generation %}b{{ x }}{% endgeneration %}c").render(x=1) == "ab1c"
-
-
 def test_template_sees_no_tools_or_documents(tmp_path):
-    asks = ("{% if strftime_now is defined or tools or documents or today or messages[0].name %}{{ x }}{% endif %}"
+    asks = ("{% generation %}{% endgeneration %}"
+            "{% if strftime_now is defined or tools or documents or today or messages[0].name %}{{ x }}{% endif %}"
             "{% for m in messages %}{% if m.tool_calls %}{% break %}{% endif %}{% endfor %}")
     prompts = []
     for template in asks + TURNS + ANSWER, TURNS + ANSWER:
@@ -127,14 +117,10 @@ def test_other_chat_formats(tmp_path, template, control, named, ends, prompt, ag
             assert ids == head + [file.token_to_id(char) for char in said] + tail
 
 
-# -----------------------------------------------------------------------------
-# Thinking
-
-
 @pytest.mark.parametrize("name,thinking,other", [("qwen2.5", "on", "off"), ("instruct", "on", "off"),
                                                  ("thinking", "off", "on")])
 def test_unsupported_thinking_mode_is_rejected(tmp_path, name, thinking, other):
-    save_tokenizer(tmp_path, TEMPLATES.get(name), thinks=bool(name))
+    save_tokenizer(tmp_path, TEMPLATES[name], thinks=True)
     with pytest.raises(UserError, match=f"--thinking {thinking}: .*tokenizer_config.json.*use --thinking {other}"):
         Tokenizer(tmp_path, thinking)
 
@@ -171,13 +157,15 @@ def renumbered(content, more):
     Path.unlink, lambda file: file.write_text(file.read_text()[:100]),
     lambda file: file.write_text(file.read_text().replace("<|im_start|>", "<s>")),
     renumbered("<|endoftext|>", 3), renumbered("", 5), renumbered("<|im_end|>", -250),    # gaps, or a byte's id
+    *(lambda file, template=template: edit(file.with_name("tokenizer_config.json"), chat_template=template)
+      for template in (None, [{"name": "default", "template": TURNS}])),
     lambda file: edit(file.with_name("tokenizer_config.json"),              # transformers reads this list too
                       added_tokens_decoder={258: json.loads(file.read_text())["added_tokens"][1]})])
-def test_wrong_tokenizer_file_is_named(tmp_path, damage):
+def test_wrong_tokenizer_or_missing_template_is_named(tmp_path, damage):
     save_tokenizer(tmp_path, TEMPLATES["instruct"])
     Tokenizer(tmp_path)
     damage(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match="tokenizer.json: "):
+    with pytest.raises(ValueError, match="tokenizer(_config)?.json: "):
         Tokenizer(tmp_path)
 
 
@@ -217,10 +205,6 @@ def test_invalid_prompt_function_result_is_rejected(monkeypatch, result):
         encode_prompts(Tokenizer(TINY), [Problem("x", "q", "1")], "my:ask")
 
 
-def sums(path, numbers):
-    return write_rows(path, [{"id": i, "question": f"{i} + 1?", "answer": str(i + 1)} for i in numbers])
-
-
 @pytest.mark.parametrize("reward", [None, "my:function"])
 def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward):
     """Such as numbers that other programs wrote."""
@@ -235,7 +219,7 @@ def test_unreadable_golds_are_dropped_and_counted(tmp_path, capsys, reward):
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
     tokenizer = Tokenizer(TINY)
-    source = sums(tmp_path / "x.jsonl", (1, 22, 333, 4))
+    source = write_sums(tmp_path / "x.jsonl", (1, 22, 333, 4))
     most = len(prompt_of(tokenizer, "22 + 1?"))
     settings = SimpleNamespace(reward=None, prompt_style="plain", max_prompt_tokens=most)
     kept = usable_problems(settings, tokenizer, source, "train")
@@ -245,16 +229,16 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, capsys):
 
 @pytest.mark.parametrize("count,asked,held", [(59, 49, 5), (59, 0, 5), (3000, 0, 256), (9, 4, 1), (50, 3, 3)])
 def test_end_of_file_is_held_out_and_reported(tmp_path, capsys, count, asked, held):
-    path = sums(tmp_path / "sums.jsonl", range(count))
+    path = write_sums(tmp_path / "sums.jsonl", range(count))
     kept, held_out = split_problems(Data(data=path, eval_problems=asked), Tokenizer(TINY))
-    assert [int(p.id) for p in kept + held_out] == list(range(count)) and len(held_out) == held
+    assert [int(p.answer) for p in kept + held_out] == [*range(1, count + 1)] and len(held_out) == held
     assert f"the last {held} of {count:,} problems" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("numbers,known", [(range(30), 3), ((28, 99, 29), 2), (range(30, 60), 0)])
 def test_held_out_problems_in_training_data_are_reported(tmp_path, capsys, numbers, known):
-    settings = Data(data=sums(tmp_path / "sums.jsonl", range(30)), eval_data=sums(tmp_path / "held.jsonl", numbers),
-                    eval_problems=3)
+    settings = Data(data=write_sums(tmp_path / "sums.jsonl", range(30)), eval_problems=3,
+                    eval_data=write_sums(tmp_path / "held.jsonl", numbers))
     split_problems(settings, Tokenizer(TINY))
     expected = f"{known} of 3 held-out problems are also trained on" if known else ""
     out = capsys.readouterr().out
@@ -262,7 +246,7 @@ def test_held_out_problems_in_training_data_are_reported(tmp_path, capsys, numbe
 
 
 def test_training_needs_two_problems(tmp_path):
-    one = sums(tmp_path / "one.jsonl", range(1))
+    one = write_sums(tmp_path / "one.jsonl", range(1))
     assert len(usable_problems(Data(), Tokenizer(TINY), one, "test")) == 1
     with pytest.raises(UserError, match="one.jsonl: 1 usable problem, .* at least 2"):
         usable_problems(Data(), Tokenizer(TINY), one, "train")
