@@ -5,7 +5,6 @@ python -m pytest tests/test_full.py -v
 """
 import dataclasses
 import functools
-import json
 import signal
 import sys
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 import test_learner
 import test_train
 import torch
+from helpers import read_rows
 from test_learner import ANY_NORM, TEMPERATURE, plain_gradient, some_batch
 from test_train import BY_LENGTH, RESUME, ROOT, kill_in
 from tiny_qwen2 import held_by
@@ -137,8 +137,7 @@ def test_killed_run_resumes_bit_for_bit_and_evaluates(runs, monkeypatch, tmp_pat
     flags = "--device", "cpu", "--reward", "none", "--out", str(tmp_path / "rows.jsonl")
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "full", *flags])
     evaluate.main()
-    last = [json.loads(line) for line in runs.lines("full", "held_out.jsonl")][-4:]
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    last, rows = runs.rows("full", "held_out.jsonl")[-4:], read_rows(tmp_path / "rows.jsonl")
     assert [row["completion"] for row in rows] == [row["completion"] for row in last]
     assert [row["mean_logprob"] for row in rows] == [row["mean_logprob"] for row in last]
     with pytest.raises(UserError, match="--train full"):                 # no adapter to merge

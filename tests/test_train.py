@@ -28,7 +28,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import MODEL_CHANGES, ROOT, TEMPLATES, edit, thinking_tiny
+from helpers import MODEL_CHANGES, ROOT, TEMPLATES, edit, read_rows, thinking_tiny, write_rows
 from safetensors.torch import load_file
 from test_config import settings_of
 
@@ -56,7 +56,7 @@ import os
 
 def levels(completion, problem, group):
     os.chdir("/")                            # moves no file of the run
-    return {"level": problem["level"], "group": len(group)}
+    return {"level": problem["level"], "group": len(group), "correct": completion.endswith(problem["target"])}
 
 def sometimes_unscorable(completion, problem):
     return problem["level"] or float("nan")
@@ -72,9 +72,6 @@ def breaks_later(completion, problem):
 
 def by_length(completion, problem):
     return {"length": 0.01 * len(completion), "one": 1.0}
-
-def ends_with_its_target(completion, problem):
-    return {"correct": float(completion.endswith(problem["target"])), "twice": 2.0}
 '''
 
 
@@ -106,9 +103,9 @@ class Runs:
 
     def __init__(self, folder, tiny_nvfp4):
         self.folder = folder
-        lines = [json.dumps({"question": q, "answer": answer}) for _, q, answer in arithmetic("train", 600)]
-        (folder / "sums.jsonl").write_text("\n".join(lines[:60]))
-        (folder / "more.jsonl").write_text("\n".join(lines))
+        rows = [{"question": q, "answer": answer} for _, q, answer in arithmetic("train", 600)]
+        write_rows(folder / "sums.jsonl", rows[:60])
+        write_rows(folder / "more.jsonl", rows)
         (folder / "my_rewards.py").write_text(REWARDS)
         shutil.copytree(tiny_nvfp4, folder / "tiny")
 
@@ -152,10 +149,10 @@ class Runs:
 
     def metrics(self, out):
         """One dict per step, without times."""
-        return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in self.lines(out)]
+        return [{k: v for k, v in row.items() if k not in TIMES} for row in self.rows(out, "metrics.jsonl")]
 
-    def samples(self, out):
-        return [json.loads(line) for line in self.lines(out, "samples.jsonl")]
+    def rows(self, out, name="samples.jsonl"):
+        return [json.loads(line) for line in self.lines(out, name)]
 
     def state(self, out, step):
         return load_file(self.folder / out / "checkpoints" / f"step_{step:06d}" / "state.safetensors")
@@ -295,7 +292,7 @@ def record_sampler_calls():
 def test_seed_determines_noise_sampling_and_adapter(runs):
     flags = "--steps 3 --seed 7 --lr 1e-9 --temperature 1 --noise-stages 3 --sigma-start 0.1 --sigma-end 0.01"
     runs.run("seeded", *flags.split(), fault=record_sampler_calls)
-    calls = [json.loads(line) for line in (runs.folder / "calls.jsonl").read_text().splitlines()]
+    calls = read_rows(runs.folder / "calls.jsonl")
     training, held_out = ([call for call in calls if call[0] == size] for size in (4, 1))
     assert [call[1:4] for call in training] == [[1.0, 7, places] for places in ([0, 1], [2, 3], [4, 5])]
     sigmas = [metrics["sigma"] for metrics in runs.metrics("seeded")]
@@ -323,21 +320,6 @@ def test_bundled_model_learns(runs):
     assert metrics[0]["eval_accuracy_before"] < 0.5 and metrics[-1]["eval_accuracy"] > 0.8
 
 
-def test_reward_sees_all_fields_and_may_set_correct(runs):
-    rows = [json.loads(line) | {"target": "" if i % 2 else "x"}              # every answer ends with ""
-            for i, line in enumerate((runs.folder / "sums.jsonl").read_text().splitlines())]
-    targets = runs.folder / "targets.jsonl"
-    targets.write_text("\n".join(map(json.dumps, rows)))
-    runs.run("targets", *"--data targets.jsonl --steps 2 --prompts-per-step 8 "
-             "--reward my_rewards:ends_with_its_target".split())
-    samples = runs.samples("targets")
-    assert {row["correct"] for row in samples} == {row["reward"] - 2 for row in samples} == {0.0, 1.0}
-    assert runs.metrics("targets")[0]["accuracy"] == sum(row["correct"] for row in samples[:32]) / 32
-    targets.write_text("\n".join(json.dumps(row | {"target": "x"}) for row in rows))
-    log = runs.run("targets", *"--resume --steps 3 --reward my_rewards:ends_with_its_target".split(), code=1)
-    assert "targets.jsonl: problems or prompts differ" in log.splitlines()[-1]
-
-
 def only_the_base_has_weights():
     import weights
     weights.ModelFolder.download = lambda folder: folder.path.name == "base" or 1 / 0
@@ -353,7 +335,7 @@ def test_calibrated_run_keeps_and_resumes_its_own_base(runs):
     adapter = json.loads((runs.folder / "calibrated/adapter/adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(base)
     runs.run("onbase", *flags, model=base)                 # a run with that folder as its model
-    assert runs.metrics("calibrated") == runs.metrics("onbase") and runs.samples("calibrated") == runs.samples("onbase")
+    assert runs.metrics("calibrated") == runs.metrics("onbase") and runs.rows("calibrated") == runs.rows("onbase")
     written = {path: path.stat().st_mtime_ns for path in (base, *base.iterdir())}
     whole = runs.metrics("calibrated")
     shutil.rmtree(runs.folder / "calibrated/checkpoints/step_000002")
@@ -423,39 +405,25 @@ def test_resume_writes_the_kept_adapter_that_failed(runs):
 
 
 def test_evaluation_before_training_at_intervals_and_at_the_end(runs):
-    out, evaluated = "evaluated", [2, 3]
-    log = runs.run(out, *("--steps 3 --eval-every 2 --lr 0.05 --temperature 2 "
-                          "--reward my_rewards:by_length").split())
-    rows = [json.loads(line) for line in runs.lines(out, "held_out.jsonl")]
-    metrics, rewards = runs.metrics(out), {}
-    for row in rows:
-        rewards.setdefault(row["steps_done"], []).append(row["reward"])
-        assert row["step"] == max(row["steps_done"] - 1, 0)
-    assert list(rewards) == [0, *evaluated] and all(len(each) == 4 for each in rewards.values())
-    assert [m["step"] + 1 for m in metrics if "eval_reward" in m] == evaluated
-    assert [m["step"] for m in metrics if "eval_reward_before" in m] == [0]
-    logged = {0: metrics[0]["eval_reward_before"]} | {done: metrics[done - 1]["eval_reward"] for done in evaluated}
-    assert logged == pytest.approx({done: sum(each) / 4 for done, each in rewards.items()})
-    assert f"held-out reward {logged[0]:.3f} -> {logged[evaluated[-1]]:.3f}" in log
-    first, *_, last = [[row["mean_logprob"] for row in rows if row["steps_done"] == done] for done in rewards]
-    assert first != last                                                  # uses the trained adapter
+    log = runs.run("evaluated", *"--steps 3 --eval-every 2 --lr 0.05 --temperature 2".split(), *BY_LENGTH)
+    rows, metrics = runs.rows("evaluated", "held_out.jsonl"), runs.metrics("evaluated")
+    assert [(row["steps_done"], row["step"]) for row in rows] == [*[(0, 0)] * 4, *[(2, 1)] * 4, *[(3, 2)] * 4]
+    before, middle, after = (sum(row["reward"] for row in rows[i:i + 4]) / 4 for i in (0, 4, 8))
+    assert [m.get("eval_reward_before") for m in metrics] == [pytest.approx(before), None, None]
+    assert [m.get("eval_reward") for m in metrics] == [None, pytest.approx(middle), pytest.approx(after)]
+    assert f"held-out reward {before:.3f} -> {after:.3f}" in log
+    assert all(row["mean_logprob"] != later["mean_logprob"] for row, later in zip(rows, rows[8:]))   # with the adapter
 
 
-@pytest.fixture(scope="module")
-def given(runs):
-    """The adapter of a run of one step."""
-    runs.run("given", *"--steps 1 --seed 1 --lora-rank 4 --lora-alpha 6 --reward my_rewards:by_length".split())
-    return "given/adapter"
-
-
-def test_run_from_adapter_reports_differences_and_resumes_after_early_kill(runs, given):
-    flags = *f"--steps 1 --adapter {given} --base bf16 --prompt-style plain".split(), *BY_LENGTH
+def test_run_from_adapter_reports_differences_and_resumes_after_early_kill(runs):
+    runs.run("given", *"--steps 1 --seed 1 --lora-rank 4 --lora-alpha 6".split(), *BY_LENGTH)
+    flags = *"--steps 1 --adapter given/adapter --base bf16 --prompt-style plain".split(), *BY_LENGTH
     log = runs.run("from-given", *flags)
     assert "trained with base 'nvfp4', not 'bf16'" in log and "trained with prompt style 'boxed', not 'plain'" in log
     held = json.loads((runs.folder / "from-given" / "run.json").read_text())
     assert (held["lora_rank"], held["lora_alpha"]) == (4, 6)
     before, after = (load_file(runs.folder / path / "adapter_model.safetensors")
-                     for path in (given, "from-given/adapter"))
+                     for path in ("given/adapter", "from-given/adapter"))
     for name, value in before.items():                                    # one step moves them by --lr, 1e-3
         torch.testing.assert_close(after[name], value, atol=1.1e-3, rtol=0)
     # It must not silently continue from a new adapter, whose B is zero.
@@ -464,7 +432,7 @@ def test_run_from_adapter_reports_differences_and_resumes_after_early_kill(runs,
     assert len(runs.lines("killed-early")) == 1 and not (runs.folder / "killed-early" / "checkpoints").exists()
     runs.run("killed-early", *RESUME)
     assert runs.same("killed-early", "from-given")
-    (runs.folder / given).rename(runs.folder / "moved")                   # its checkpoint replaces it
+    (runs.folder / "given").rename(runs.folder / "moved")                 # its checkpoint replaces it
     runs.run("killed-early", *RESUME)
 
 
@@ -492,21 +460,32 @@ def test_reward_error_is_one_line_and_run_is_saved(runs):
     assert "step 2 is saved" in last and "Traceback" not in log
 
 
-def test_custom_reward_and_prompt_need_no_gold(runs):
-    rows = [{"question": f"{i}?", "level": i % 3} for i in range(40)]
-    (runs.folder / "levels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = "--steps 1 --data levels.jsonl --reward my_rewards:levels --prompt-style my_rewards:ask".split()
-    runs.run("levels", *flags)
-    samples, (metrics,) = runs.samples("levels"), runs.metrics("levels")
-    assert all(row["parts"] == {"level": float(int(row["question"][:-1]) % 3), "group": 4.0} for row in samples)
-    assert all(row["reward"] == row["parts"]["level"] + 4 for row in samples)
-    assert (runs.folder / "levels" / ADAPTER).exists()
-    assert metrics["reward_group"] == 4 and metrics["reward_level"] == sum(r["parts"]["level"] for r in samples) / 8
-    assert 1 <= metrics["eval_reward"] <= 3 and metrics["accuracy"] == 0
+LEVELS = [{"question": f"{i}?", "level": i % 3, "target": "" if i % 2 else "x"} for i in range(40)]
+CUSTOM = "--data", "levels.jsonl", "--prompt-style", "my_rewards:ask"
 
-    runs.run("sometimes", *flags, "--reward", "my_rewards:sometimes_unscorable", "--steps", "2", "--eval-problems", "8")
-    assert all(1 < metrics["eval_reward"] < 2 for metrics in runs.metrics("sometimes")[1:])
-    levels = [row["reward"] for row in runs.samples("sometimes")]
+
+def test_custom_reward_sees_all_fields_and_needs_no_gold(runs):
+    write_rows(runs.folder / "levels.jsonl", LEVELS)
+    levels = "--reward", "my_rewards:levels"
+    runs.run("levels", *CUSTOM, *levels, "--steps", "1", "--prompts-per-step", "8")
+    samples, (metrics,) = runs.rows("levels"), runs.metrics("levels")
+    for row in samples:
+        i = int(row["question"][:-1])
+        assert row["parts"] == {"level": i % 3, "group": 4, "correct": i % 2}      # every answer ends with ""
+        assert row["reward"] == sum(row["parts"].values()) and row["correct"] == i % 2
+    for part in ("level", "group", "correct"):
+        assert metrics[f"reward_{part}"] == sum(row["parts"][part] for row in samples) / 32
+    assert metrics["accuracy"] == metrics["reward_correct"] and 1 <= metrics["eval_reward"] <= 4
+    write_rows(runs.folder / "levels.jsonl", [row | {"target": "y"} for row in LEVELS])
+    log = runs.run("levels", "--resume", *levels, "--steps", "2", code=1)
+    assert "levels.jsonl: problems or prompts differ" in log.splitlines()[-1]
+
+
+def test_rewards_that_are_nan_are_left_out(runs):
+    write_rows(runs.folder / "levels.jsonl", LEVELS)
+    runs.run("sometimes", *CUSTOM, *"--reward my_rewards:sometimes_unscorable --steps 2 --eval-problems 8".split())
+    assert all(1 < metrics["eval_reward"] < 2 and metrics["accuracy"] == 0 for metrics in runs.metrics("sometimes")[1:])
+    levels = [row["reward"] for row in runs.rows("sometimes")]
     assert None in levels[:8] and {1, 2} & set(levels[:8])                # one group in three has no reward
     for metrics in runs.metrics("sometimes"):
         numbers = [level for level in levels[8 * metrics["step"]:][:8] if level]
@@ -618,15 +597,15 @@ def test_tracker_gets_every_step_of_one_run_and_is_finished(runs, tmp_path):
     log = runs.run("tracked", *flags, code=1, fault=functools.partial(fault, stop))
     assert "--report-to wandb: division by zero" in log and "stopped by SIGINT; step 2 is saved" in log
     assert "--report-to wandb: Broken pipe" in runs.run("tracked", "--resume", fault=fault)
-    calls = [json.loads(line) for line in (runs.folder / "tracked.jsonl").read_text().splitlines()]
+    calls = read_rows(runs.folder / "tracked.jsonl")
     assert [call[0] for call in calls] == ["init", "log", "log", "finish", "init", "log", "finish"]
     first, again = (named for name, *(named,) in (calls[0], calls[4]))
     assert [first[key] for key in ("id", "name", "project")] == [again[key] for key in ("id", "name", "project")]
     assert again["resume"] == "allow" and first["config"]["steps"] == 3
-    assert [(step, metrics) for name, step, metrics in (calls[1], calls[2], calls[5])] == [
-        *enumerate(map(json.loads, runs.lines("tracked")))]
+    assert [call[1:] for call in (calls[1], calls[2], calls[5])] == [
+        list(pair) for pair in enumerate(runs.rows("tracked", "metrics.jsonl"))]
     runs.run("tracked", "--resume", "--steps", "4", "--report-to", "none")
-    assert len((runs.folder / "tracked.jsonl").read_text().splitlines()) == len(calls)
+    assert read_rows(runs.folder / "tracked.jsonl") == calls
 
 
 def test_full_disk_keeps_earlier_checkpoints(runs, whole, longer):
@@ -645,7 +624,7 @@ def test_thinking_flag_reaches_prompts(runs, tmp_path):
     model = thinking_tiny(tmp_path / "model", TEMPLATES["qwen3"])
     runs.run("thinks", *"--steps 1 --base bf16 --thinking on".split(), model=model)
     assert json.loads((runs.folder / "thinks" / "run.json").read_text())["thinking"] == "on"
-    assert "<think>\n\n</think>" not in runs.samples("thinks")[0]["prompt"]
+    assert "<think>\n\n</think>" not in runs.rows("thinks")[0]["prompt"]
 
 
 def files_of(folder):
@@ -692,7 +671,7 @@ def test_two_ranks_equal_one(runs):
              "--reward my_rewards:by_length --max-grad-norm 1e9").split()
     runs.run("one", *flags)
     runs.run_ranks("two", *flags, rank_flags=[(), ("--micro-batch-tokens", "1")])
-    one, two = (sorted([row[k] for k in ("step", "id", "completion", "reward")] for row in runs.samples(o))
+    one, two = (sorted([row[k] for k in ("step", "id", "completion", "reward")] for row in runs.rows(o))
                 for o in ("one", "two"))
     assert one == two
     for a, b in zip(runs.metrics("one"), runs.metrics("two"), strict=True):
@@ -708,7 +687,7 @@ def test_two_ranks_equal_one(runs):
 
 def test_rank_without_a_problem(runs):
     runs.run_ranks("idle", *"--steps 1 --prompts-per-step 1".split())
-    assert len(runs.metrics("idle")) == 1 and len(runs.samples("idle")) == 4
+    assert len(runs.metrics("idle")) == 1 and len(runs.rows("idle")) == 4
 
 
 def rank_1_finds_a_broken_file():
@@ -782,4 +761,4 @@ def test_lost_rank_ends_run_with_checkpoint(runs, whole, device):
     assert zero.exitcode == 1 and one.exitcode == -signal.SIGKILL
     assert "another rank was lost" in runs.log(out) and "step 2 is saved" in runs.log(out)
     runs.run(out, "--resume")  # one rank rounds differently, but has the same problems
-    assert [row["id"] for row in runs.samples(out)] == [row["id"] for row in runs.samples(whole)][:3 * 8]
+    assert [row["id"] for row in runs.rows(out)] == [row["id"] for row in runs.rows(whole)][:3 * 8]
