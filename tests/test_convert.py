@@ -4,7 +4,6 @@ tools/convert.py: NVFP4 folders against quantizing in memory, merged folders aga
 python -m pytest tests/test_convert.py -v
 """
 import json
-import shutil
 
 import pytest
 import torch
@@ -45,8 +44,6 @@ def test_converted_folder_equals_quantizing_in_memory(bf16, tiny, tmp_path, monk
     want, after = quantized(tiny["untied"]), Shards(tmp_path / "out")
     assert after.names.keys() == want.keys()
     assert all(same_bytes(after.get(name), tensor) for name, tensor in want.items())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["hidden_size"] == 128 and config["quantization_config"]["format"] == "nvfp4-pack-quantized"
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "out"]
 
@@ -115,20 +112,19 @@ def test_bad_source_leaves_nothing_behind(bf16, tmp_path, monkeypatch, damage, w
     assert [path.name for path in tmp_path.iterdir()] == ["bf16"]
 
 
-@pytest.mark.parametrize("arguments,words", [
-    (["nvfp4", TINY, "out", "--calibrate", "1"], ["--calibrate"]),
-    (["nvfp4", TINY, "out", "--calibrate", "4", "--data", "none"], ["data none"]),
-    (["nvfp4", TINY, "taken"], ["taken"]), (["merge", "run", "taken"], ["taken"]),
-    (["nvfp4", "nowhere", "out"], ["nowhere"]), (["merge", "taken", "out"], ["taken is not a run folder"]),
-    (["merge", "run", "out"], ["run/adapter/adapter_config.json"])])
-def test_wrong_input_is_named(trained, tmp_path, monkeypatch, capsys, arguments, words):
+@pytest.mark.parametrize("arguments,named", [
+    (["nvfp4", TINY, "out", "--calibrate", "1"], "--calibrate"),
+    (["nvfp4", TINY, "out", "--calibrate", "4", "--data", "none"], "data none"),
+    (["nvfp4", TINY, "taken"], "taken"), (["merge", "run", "taken"], "taken"), (["nvfp4", "nowhere", "out"], "nowhere"),
+    (["merge", "taken", "out"], "taken is not a run folder"), (["merge", "run", "out"], "adapter/adapter_config.json")])
+def test_wrong_input_is_named(trained, tmp_path, monkeypatch, capsys, arguments, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     (tmp_path / "run" / "adapter" / "adapter_config.json").unlink()
     line = run(monkeypatch, *arguments)
     line = capsys.readouterr().err.splitlines()[-1] if line == 2 else line
-    assert all(word in line for word in words) and "\n" not in line, line
+    assert named in line and "\n" not in line, line
     assert not (tmp_path / "out").exists() and [p.name for p in (tmp_path / "taken").iterdir()] == ["notes.txt"]
 
 
@@ -143,20 +139,14 @@ def trained(tmp_path, tiny_nvfp4):
 
 
 def test_symlinked_files_are_copied_and_folders_skipped(tmp_path, monkeypatch):
-    cache = tmp_path / "models--x--y"
-    (cache / "blobs").mkdir(parents=True)
-    model = cache / "snapshots" / "0123"
-    model.mkdir(parents=True)
-    for i, file in enumerate(file for file in TINY.iterdir() if file.suffix in (".json", ".safetensors")):
-        shutil.copy(file, cache / "blobs" / f"{i}")
-        (model / file.name).symlink_to(f"../../blobs/{i}")
-    (model / "LICENSES").mkdir()
-    (model / "LICENSE.txt").write_text("free")
-    (model / "LICENSE-again").symlink_to("LICENSE.txt")
+    model = tmp_path / "model"                             # as in the hub's cache
+    (model / "LICENSES").mkdir(parents=True)
     (model / "gone.txt").symlink_to("nowhere")
+    for file in TINY.iterdir():
+        (model / file.name).symlink_to(file)
     assert run(monkeypatch, "nvfp4", model, tmp_path / "out") is None
     held = {path.name for path in (tmp_path / "out").iterdir() if path.is_file() and not path.is_symlink()}
-    assert {"tokenizer.json", "LICENSE.txt", "LICENSE-again"} <= held and not held & {"LICENSES", "gone.txt"}
+    assert "tokenizer.json" in held and not held & {"LICENSES", "gone.txt"}
 
 
 # -----------------------------------------------------------------------------
@@ -164,9 +154,11 @@ def test_symlinked_files_are_copied_and_folders_skipped(tmp_path, monkeypatch):
 
 def test_merged_folder_equals_trained_model(trained, tmp_path, monkeypatch, capsys):
     """The adapter is merged into the base it was trained on, not into the bf16 original."""
+    monkeypatch.setattr(weights, "SHARD_BYTES", 200_000)
     assert run(monkeypatch, "merge", tmp_path / "run", tmp_path / "out") is None
     capsys.readouterr()
     assert [ModelFolder(path).choose_base(None) for path in (tmp_path / "out", TINY)] == ["bf16", "nvfp4"]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     assert run(monkeypatch, "nvfp4", tmp_path / "out", tmp_path / "rounded") is None
     assert "out: rounding to nvfp4 loses most" in capsys.readouterr().out
     assert ModelFolder(tmp_path / "rounded").choose_base(None) == "nvfp4"

@@ -1,11 +1,10 @@
 """The examples run unmodified."""
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import prompt_of
+from helpers import FP32, ROOT, TINY, prompt_of
 
 from examples import calculator, try_again
 from loading import load
@@ -16,14 +15,13 @@ from tasks.arithmetic import arithmetic
 from tasks.plugin import Reward
 from tasks.problems import Problem
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 PROBLEM = Problem("p", "What is 2 + 3?", "5")
 RIGHT, BARE, WRONG = r"So it is \boxed{5}.", "The answer is 5", r"So it is \boxed{6}."
 
 
 @pytest.fixture
 def score(monkeypatch):
-    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.chdir(ROOT / "examples")
     reward = Reward("my_reward:score")
     return lambda text, length: reward(text, PROBLEM, length=length)
 
@@ -33,6 +31,14 @@ def score(monkeypatch):
     (RIGHT, 448, 1, 0.1 - 0.25), (BARE, 512, 1, -0.5), (BARE, 5000, 1, -0.5)])
 def test_my_reward_by_hand(score, text, length, correct, shaping):
     assert score(text, length) == {"correct": correct, "shaping": pytest.approx(shaping)}
+
+
+@torch.no_grad()
+def assert_logprobs_are_one_forwards(model, rows):
+    """Of the tokens that were sampled."""
+    whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows], [len(row.prompt) for row in rows])
+    mask = torch.cat([row.mask for row in rows])
+    assert (torch.cat([row.logprobs for row in rows]) - whole)[mask].abs().max() < FP32
 
 
 # -----------------------------------------------------------------------------
@@ -46,8 +52,7 @@ def test_calculator_by_hand(text, result):
 
 
 def test_calculator_turns_match_one_forward_and_mask_tool_output():
-    model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
-    tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
+    model, tokenizer = load(TINY, "bf16", "cpu"), Tokenizer(TINY)
     sampler = Sampler(model, 160)
     prompts = [prompt_of(tokenizer, f"Tom has {n} boxes with 8 cards each and sells 4. How many cards are left?")
                + tokenizer.encode("Step by step: ") for n in (6, 7)]
@@ -70,18 +75,14 @@ def test_calculator_turns_match_one_forward_and_mask_tool_output():
         assert replayed == text and len(row.completion) <= 40
         assert row.finished == (row.completion[-1] in tokenizer.end_ids)
     assert sum(not row.mask.all() for row in rows) >= 6                    # the calculator is used
-    with torch.no_grad():
-        whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows],
-                                        [len(row.prompt) for row in rows])
-    mask = torch.cat([row.mask for row in rows])
-    torch.testing.assert_close(torch.cat([row.logprobs for row in rows])[mask], whole[mask], rtol=0, atol=5e-5)
+    assert_logprobs_are_one_forwards(model, rows)
     # The second problem samples the same answers without the first.
     alone = turns(sampler, problems[1:], 4, sampling, [6]).rows
     assert [row.completion for row in alone] == [row.completion for row in rows[4:]]
 
 
 def test_call_without_room_for_its_result_is_truncated():
-    tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
+    tokenizer = Tokenizer(TINY)
     call = Row([1], tokenizer.encode("7*9="), torch.zeros(4), finished=True)
 
     class Once:
@@ -103,8 +104,7 @@ def test_call_without_room_for_its_result_is_truncated():
 # try_again.py
 
 def test_second_answer_follows_a_wrong_first_one_and_counts():
-    model = load(EXAMPLES.parent / "tiny", "bf16", "cpu")
-    tokenizer = Tokenizer(EXAMPLES.parent / "tiny", "off")
+    model, tokenizer = load(TINY, "bf16", "cpu"), Tokenizer(TINY)
     problems = [Problem(name, question, answer, prompt_of(tokenizer, question))
                 for name, question, answer in itertools.islice(arithmetic("train"), 4)]
     conversation = try_again.Conversation(SimpleNamespace(
@@ -125,8 +125,4 @@ def test_second_answer_follows_a_wrong_first_one_and_counts():
             sampled = row.mask.nonzero()[-1].item() + 1 - len(tokenizer.encode(second)) - row.finished
             assert row.prompt + row.completion[:sampled] == tokenizer.turns(asked)
     assert 0 < twice < 16
-    with torch.no_grad():
-        whole, _ = model.token_logprobs([row.prompt + row.completion for row in rows],
-                                        [len(row.prompt) for row in rows])
-    mask = torch.cat([row.mask for row in rows])
-    torch.testing.assert_close(torch.cat([row.logprobs for row in rows])[mask], whole[mask], rtol=0, atol=5e-5)
+    assert_logprobs_are_one_forwards(model, rows)

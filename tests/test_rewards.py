@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import fuzz_rewards
 import pytest
 import torch
-from helpers import cells, pairs
+from helpers import ANSWERS, cells, pairs
 
 import train
 from files import Stopped, UserError
@@ -75,21 +75,9 @@ def test_hedged_denied_and_several_numbers_are_not_answers(text):
         assert grade(marked(text), gold).correct == 0
 
 
-@pytest.mark.parametrize("words", """
-hundred thousands million dozen gross score lakh crore googol tens half third over plus minus mod modulo pi
-factorial sqrt thirteenths twentieths billionth fourth fifths sixth seventh eighth ninths tenth elevenths twelfth
-hundredth thousandths and or xor to than more less fewer most least none either where when while for with without
-sin cos tan log ln exp below above under before after ago short as east west north south st nd rd th doubled tripled
-vs versus through thru until till else otherwise alternatively instead rather respectively also sometimes depending
-probably likely divided multiplied negative approximately roughly about around nearly almost so is are was equals
-then because since guess think etc others earliest latest est ca thirteen six not no|longer never cannot neither nor
-but if except unless wrong false incorrect untrue invalid impossible mistaken rejected excluded nope unlikely
-doubtful maybe perhaps possibly might could fails doesn't isnt twice double triple opposite
-""".split("\n")[1:-1])
-def test_words_that_are_no_unit(words):
-    for word in words.split():
-        word = word.replace("|", " ")
-        assert grade(boxed(f"5 \\text{{ {word} them }}"), "5").correct == 0, word
+def test_words_that_are_no_unit():
+    for word in ANSWERS["words that are no unit"].split():
+        assert grade(f"\\boxed{{5 \\text{{ {word} them }}}}".replace("|", " "), "5").correct == 0, word
 
 
 def test_denied_boxes():

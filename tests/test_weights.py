@@ -12,12 +12,11 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from helpers import FP32, ROOT, adapted, edit, plain, tokens_of
+from helpers import FP32, ROOT, edit, plain, tokens_of
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import GROUPS, LLAMA3, SHAPES, TARGETS, merged, write_folder
+from tiny_qwen2 import GROUPS, LLAMA3, SHAPES, TARGETS, write_folder
 
 import nvfp4
-import weights as weights_py
 from files import UserError
 from loading import load, model_tensors
 from model import ModelConfig
@@ -39,9 +38,8 @@ def quantized(case, kept=()):
     return tensors
 
 
-def write_nvfp4(case, out):
-    save_model(quantized(case).items(), case.folder, out, {"quantization_config": NVFP4_CONFIG})
-    return out
+def write_nvfp4(case, out, kept=()):
+    return write_folder(out, case.raw | {"quantization_config": NVFP4_CONFIG}, quantized(case, kept))
 
 
 # -----------------------------------------------------------------------------
@@ -55,30 +53,9 @@ def test_loaded_model_yields_its_folders_tensors(tiny, shape):
         assert torch.equal(got[name], want.float()), name
 
 
-@pytest.mark.parametrize("shape", ["tied", "untied", "qwen3-tied"])
-def test_merged_folder_is_the_base_plus_the_adapter(tiny, tmp_path, monkeypatch, shape):
-    """test_convert.py merges an adapter into a 4-bit base and compares logits."""
-    case = tiny[shape]
-    model, adapter = adapted(case)
-    monkeypatch.setattr(weights_py, "SHARD_BYTES", 20_000)                       # several shards
-    tensors = ((name, t.detach().bfloat16()) for name, t in model_tensors(model))
-    save_model(tensors, case.folder, tmp_path / "merged")
-    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 2
-    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in case.tensors.values())
-    again = dict(model_tensors(load(tmp_path / "merged", base="bf16", device="cpu")))
-    for name, exact in merged(case.tensors, adapter, 6 / 4).items():
-        assert torch.equal(again[name].bfloat16().float(), again[name].float()), f"{name} is not bf16"
-        assert ((again[name].double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-7).all(), name
-
-
 def test_qwen3_config_from_transformers_is_read(tiny, tmp_path):
-    case = tiny["qwen3-tied"]
-    written = read_config(ROOT / "tests/qwen3_config.json")
-    assert "rope_theta" in written["rope_parameters"] and set(written["layer_types"]) == {"full_attention"}
-    config = ModelConfig.from_json(written)
-    assert config == ModelConfig.from_json(read_config(case.folder / "config.json"))
-    assert (config.head_dim, config.qkv_bias, config.qk_norm, config.rope_theta) == (32, False, True, 1e4)
+    case, written = tiny["qwen3-tied"], read_config(ROOT / "tests/qwen3_config.json")
+    assert ModelConfig.from_json(written) == ModelConfig.from_json(read_config(case.folder / "config.json"))
     source = write_folder(tmp_path / "source", written, case.tensors)
     save_model(case.tensors.items(), source, tmp_path / "out")         # written in bf16
     saved = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -157,8 +134,7 @@ def test_modelopt_folder(tiny, tmp_path, capsys, shape, how):
     """Tensors equal to those of modelopt 0.47 by name and type: weight_scale_2 multiplies."""
     case, tokens = tiny[shape], tokens_of(tiny[shape], 2, 15)
     folder = write_modelopt(case, tmp_path / "modelopt", **how)
-    want = write_folder(tmp_path / "other", case.raw | {"quantization_config": NVFP4_CONFIG},
-                        quantized(case, how.get("kept", ())))
+    want = write_nvfp4(case, tmp_path / "other", how.get("kept", ()))
     with torch.no_grad():
         model = load(folder, "nvfp4", "cpu")
         assert torch.equal(model(tokens), load(want, "nvfp4", "cpu")(tokens))
@@ -256,6 +232,7 @@ L1 = "model.layers.1."
     ("tied", dict(hidden_size=128), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(head_dim=32), r"q_proj.bias has shape \(64,\)"),
     ("tied", dict(num_attention_heads=64), r"k_proj.bias has shape"),
+    ("tied", dict(quantization_config=NVFP4_CONFIG), "no tensor in 4 bits"),
     ("tied", dict(num_hidden_layers=1), "such as model.layers.1"),
     ("tied", dict(num_hidden_layers=3), "no tensor model.layers.2"),
     ("tied", dict(tie_word_embeddings=False), "no tensor lm_head.weight"),
@@ -274,6 +251,7 @@ def test_config_that_does_not_match_tensors_is_rejected(tiny, tmp_path, shape, c
     ("qwen3-tied", lambda c: c.tensors | {L1 + "self_attn.v_proj.bias": torch.zeros(64)}, "v_proj.bias"),
     ("tied", lambda c: c.tensors | {L1 + "self_attn.k_norm.weight": torch.zeros(16)}, "such as .*k_norm.weight"),
     ("qwen3-tied", lambda c: drop(c, "1.self_attn.k_norm.weight"), "no tensor model.layers.1.self_attn.k_norm"),
+    ("tied", lambda c: c.tensors | {"lm_head.weight": c.tensors["model.embed_tokens.weight"] * 2}, "lm_head.* differs"),
     ("tied", lambda c: drop(c, L1 + "mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj.weight"),
     ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(191, 64)}, r"up_proj.* \(191, 64\)"),
     ("tied", lambda c: c.tensors | {L1 + "mlp.up_proj.weight": torch.zeros(192, 64, dtype=torch.int8)}, "up_proj"),
@@ -342,58 +320,30 @@ def test_ids_and_lengths_beyond_the_model_are_rejected(tiny):
 UP = L1 + "mlp.up_proj.weight"
 
 
-def sharded(case, folder):
-    """-> the folder's index, what it says, and the file that doesn't have UP."""
+def two_versions(case, folder, how):
+    """Writes the model in two shards and spoils it. how: a case below, or a second save's file"""
     index = write_folder(folder, case.raw, case.tensors, files=2) / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    return index, weight_map, next(file for file in weight_map.values() if file != weight_map[UP])
+    files = json.loads(index.read_text())["weight_map"]
+    other = next(file for file in files.values() if file != files[UP])
+    if how == "a second copy":
+        save_file(load_file(folder / other) | {UP: case.tensors[UP] + 1}, folder / other)
+    elif how == "another file":
+        edit(index, weight_map=files | {UP: other})
+    elif how == "unlisted":
+        edit(index, weight_map={name: file for name, file in files.items() if name != UP})
+    elif how == "an adapter":
+        shutil.copy(ROOT / "tests/peft_adapter/adapter_config.json", folder)
+    else:
+        save_file(case.tensors, folder / how)
+        if how == "model.safetensors":
+            index.unlink()
 
 
-def second_copy(case, folder):
-    _, _, other = sharded(case, folder)
-    save_file(load_file(folder / other) | {UP: case.tensors[UP] + 1}, folder / other)
-
-
-def other_file(case, folder):
-    index, weight_map, other = sharded(case, folder)
-    edit(index, weight_map=weight_map | {UP: other})
-
-
-def unlisted(case, folder):
-    index, weight_map, _ = sharded(case, folder)
-    del weight_map[UP]
-    edit(index, weight_map=weight_map)
-
-
-def beside_shards(case, folder, name="model.safetensors"):
-    sharded(case, folder)
-    save_file(case.tensors, folder / name)
-
-
-def without_index(case, folder):
-    beside_shards(case, folder)
-    (folder / "model.safetensors.index.json").unlink()
-
-
-def untied_head(case, folder):
-    write_folder(folder, case.raw, case.tensors | {"lm_head.weight": case.tensors["model.embed_tokens.weight"] * 2})
-
-
-def not_packed(case, folder):
-    write_folder(folder, case.raw | {"quantization_config": NVFP4_CONFIG}, case.tensors)
-
-
-def with_adapter(case, folder):
-    shutil.copy(ROOT / "tests/peft_adapter/adapter_config.json", write_folder(folder, case.raw, case.tensors))
-
-
-@pytest.mark.parametrize("write,named", [
-    (second_copy, UP), (other_file, UP), (unlisted, UP), (beside_shards, "two saves"), (without_index, "two saves"),
-    (lambda case, folder: beside_shards(case, folder, "model-00001-of-00003.safetensors"), "two saves"),
-    (untied_head, "lm_head.weight differs"), (not_packed, "no tensor in 4 bits"),
-    (with_adapter, "contains an adapter")])
-def test_folder_with_two_versions_of_a_model_is_rejected(tiny, tmp_path, write, named):
-    write(tiny["tied"], tmp_path / "model")
+@pytest.mark.parametrize("how,named", [
+    ("a second copy", UP), ("another file", UP), ("unlisted", UP), ("an adapter", "contains an adapter"),
+    *((name, "two saves") for name in ("model.safetensors", "model-00001-of-00003.safetensors"))])
+def test_folder_with_two_versions_of_a_model_is_rejected(tiny, tmp_path, how, named):
+    two_versions(tiny["tied"], tmp_path / "model", how)
     with pytest.raises(UserError, match=f"model.*{named}"):
         load(tmp_path / "model", "nvfp4", "cpu")
 
