@@ -11,24 +11,31 @@ Every program imports this file first:
     wrong flag, file or folder; too little memory;      one line on stderr, code 1
     Ctrl-C, SIGTERM, SIGHUP from a closed terminal
     stdout is closed, as by `| head`                    nothing, code 1
+    Ctrl-C during the imports                           nothing, code 130
     a bug of ours                                       its traceback, code 1
 
 While a run trains, one_line(save) also saves its last step, and the line says so.
 """
+import signal
+import sys
+from pathlib import Path
+
+# Ctrl-C during the imports that follow, here and in the program, ends it at once. Not in Jupyter or
+# pytest, which handle it.
+if Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents[:2]:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import os
 import platform
 import re
 import shlex
-import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
 from typing import NoReturn
 
 from files import CONTINUE, FIX_AND_CONTINUE, Stopped, UserError, first_line

@@ -136,9 +136,11 @@ def test_expected_error_is_one_line(error, line, file, called, monkeypatch):
     assert stop.value.code == f"{called}: {line}"
 
 
-def test_closed_stdout_ends_quietly(tmp_path):
-    code = "import env, os\nos.dup2(os.pipe()[1], 1)\nos.closerange(3, 9)\nwith env.one_line():\n    print(1)"
-    assert run(cwd=tmp_path, code=code) == (1, "")
+@pytest.mark.parametrize("code,status", [
+    ("os.dup2(os.pipe()[1], 1)\nos.closerange(3, 9)\nwith env.one_line():\n    print(1)", 1),
+    ("env.signal.raise_signal(2)", -2)])
+def test_closed_stdout_and_early_ctrl_c_end_quietly(code, status):
+    assert run(cwd=ROOT, code=f"import env, os\n{code}") == (status, "")
 
 
 def test_output_is_unbuffered_in_any_encoding(tmp_path):

@@ -11,6 +11,8 @@ sixteen problems at once.
 import math
 import sys
 
+import env  # noqa: F401  isort: skip; its settings come before torch
+
 import torch
 
 import aqn
