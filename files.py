@@ -14,10 +14,14 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:                              # Windows has no such locks
+    fcntl = None
 
 # -----------------------------------------------------------------------------
 # Errors, and texts for messages
@@ -201,16 +205,20 @@ def write_json(path: str | Path, value: object) -> None:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a temporary folder, which becomes `out` when the block ends. If the block raises, it
-    is removed and `out` is unchanged. UserError unless `out` is absent or an empty folder.
+    is removed and `out` is unchanged; if a kill left it behind, the next call reuses it. UserError
+    unless `out` is absent or an empty folder, or if another process is writing it.
     """
-    must_be_new(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     # Next to `out`, not in /tmp: a rename is only atomic within one file system.
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    folder = out.with_name(f".{out.name}.tmp")
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = lock(folder, out)
     try:
+        must_be_new(out)
+        for left in folder.iterdir():
+            left.unlink()
         yield folder
         for path in (*folder.iterdir(), folder):
-            # mkdtemp and safetensors make files that only their owner can read.
+            # safetensors makes files that only their owner can read.
             path.chmod(0o755 if path.is_dir() else 0o644)
             sync_to_disk(path)
         if out.exists():                         # empty; Windows cannot rename over it
@@ -220,6 +228,28 @@ def new_folder(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def lock(folder: Path, what: object) -> int | None:
+    """Locks a folder until the process ends or closes the handle returned. UserError, which names
+    `what`, if it is locked already.
+    """
+    if not fcntl:
+        return None
+    # The system releases the lock when the process ends, however that happens, so unlike a lock
+    # file it can't be left over.
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"{what}: another process is writing there") from None
+    except OSError:                              # a file system without locks
+        pass
+    return handle
 
 
 def must_be_new(out: Path) -> None:

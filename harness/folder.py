@@ -49,13 +49,17 @@ import torch
 from safetensors import SafetensorError
 
 import env
-from files import Stopped, UserError, append_lines, first_line, new_folder, read_log, write_json
+from files import (
+    Stopped,
+    UserError,
+    append_lines,
+    first_line,
+    lock,
+    new_folder,
+    read_log,
+    write_json,
+)
 from ranks import RANK, say
-
-try:
-    import fcntl
-except ImportError:                              # Windows has no such locks
-    fcntl = None
 
 Tensors = dict[str, torch.Tensor]
 LOGS = "metrics.jsonl", "samples.jsonl", "held_out.jsonl"
@@ -92,15 +96,7 @@ def claim(folder: Path, resume: bool) -> None:
     if RANK > 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    if fcntl:
-        # The lock belongs to the open handle, which is left open on purpose. The system releases it
-        # when the process ends, however that happens, so unlike a lock file it can't be left over.
-        try:
-            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {folder}: another run is writing there") from None
-        except OSError:                          # a file system without locks
-            pass
+    lock(folder, f"--out {folder}")              # the handle is left open on purpose
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = "choose another folder"
@@ -208,7 +204,7 @@ class RunFolder:
         final = self.checkpoints / f"step_{self.counters['step']:06d}"
         if final.exists():                       # this run wrote it, or load() read it
             return
-        for cut_off in self.checkpoints.glob(".step_*.????????"):    # new_folder's, after a kill
+        for cut_off in self.checkpoints.glob(".step_*.tmp"):         # new_folder's, after a kill
             shutil.rmtree(cut_off)
         with new_folder(final) as folder:
             data = safetensors.torch.save(self.copies)

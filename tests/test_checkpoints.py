@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from env import one_line
 from files import Stopped, UserError
-from harness import folder as folder_py
 from harness.folder import RunFolder, claim, trim_log
 
 
@@ -106,7 +105,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_loads(tmp_path, damage
 
 
 def test_resume_without_checkpoints(tmp_path):
-    (tmp_path / "checkpoints" / ".step_000020.abcdefgh").mkdir(parents=True)         # left by a kill
+    (tmp_path / "checkpoints" / ".step_000019.tmp").mkdir(parents=True)         # left by a kill
     assert loaded(tmp_path).counters == {}
     saved(tmp_path, 20)
     assert names_in(tmp_path / "checkpoints") == ["step_000020"]
@@ -179,7 +178,7 @@ def test_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError("a file system without locks")
 
-    monkeypatch.setattr(folder_py.fcntl, "flock", unsupported)
+    monkeypatch.setattr("files.fcntl.flock", unsupported)
     claim(tmp_path / "x", False)
     assert (tmp_path / "x").is_dir()
 
@@ -191,7 +190,7 @@ def test_calibrated_base_of_a_failed_start_is_offered(tmp_path):
 
 
 def test_killed_calibration_is_named_and_kept(tmp_path):
-    cut_off = tmp_path / ".base.x1y2z3w4"
+    cut_off = tmp_path / ".base.tmp"
     cut_off.mkdir()
     with pytest.raises(UserError, match=f"{cut_off.name}.* calibrating"):
         claim(tmp_path, False)

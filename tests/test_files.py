@@ -36,8 +36,16 @@ def test_new_folder_appears_complete_or_not_at_all(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with new_folder(tmp_path / "cut") as folder:
             (folder / "a").write_text("1")
+            with pytest.raises(UserError, match="cut: another process"):
+                with new_folder(tmp_path / "cut"):
+                    pass
             raise KeyboardInterrupt
     assert [p.name for p in tmp_path.iterdir()] == ["deep"]
+    (tmp_path / ".out.tmp").mkdir()
+    (tmp_path / ".out.tmp" / "left by a kill").write_text("1")
+    with new_folder(tmp_path / "out"):
+        pass
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_new_folder_only_replaces_an_empty_one(tmp_path):

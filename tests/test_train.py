@@ -446,7 +446,7 @@ def test_second_run_in_the_same_folder_exits(runs):
     process = runs.start("taken", "--steps", "999")
     runs.wait(process, lambda: runs.lines("taken"))
     for flags in (["--resume"], []):
-        assert f"--out {runs.folder / 'taken'}: another run is writing there" in runs.run("taken", *flags, code=1)
+        assert f"--out {runs.folder / 'taken'}: another process is writing there" in runs.run("taken", *flags, code=1)
     assert process.is_alive()
     process.kill()
     process.join()
