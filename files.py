@@ -51,7 +51,7 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's message, without an OSError's number, or its class name if
     the message is empty.
     """
-    text = re.sub(r"^\[Errno \d+\]", "", str(error)).strip()
+    text = re.sub(r"^\[Errno -?\d+\]", "", str(error)).strip()
     return (text or type(error).__name__).splitlines()[0]
 
 

@@ -21,6 +21,8 @@ others save their work, and none of them enters the all_sum.
 
 Not here: model parallelism, elastic restarts.
 """
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +40,7 @@ from files import CONTINUE, Stopped, UserError, first_line
 # has finished its short ones, or while rank 0 calibrates a large model. A dead rank's socket
 # closes, so only one that hangs makes the others wait this long.
 TIMEOUT = timedelta(hours=6)
+MEETING = timedelta(minutes=10)                  # from one rank's start to the last one's
 
 
 def say(text: str) -> None:
@@ -52,14 +55,18 @@ def join_ranks(device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)        # each thread has its own current device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)     # torch would try until MEETING
+        store, rank, world = next(dist.rendezvous("env://", timeout=MEETING))
+        store.set_timeout(TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
     if WORLD > 1:
         try:
             interruptible(meet)
-        except (ValueError, RuntimeError) as error:
-            raise UserError(f"the {WORLD} ranks cannot connect ({first_line(error)}): start them "
-                            "with torchrun") from None
+        except (ValueError, RuntimeError, OSError) as error:
+            place = [f"{name}={os.environ.get(name, '')}" for name in ("MASTER_ADDR", "MASTER_PORT")]
+            raise UserError(f"{', '.join(place)}: the {WORLD} ranks cannot connect "
+                            f"({first_line(error)}): start them with torchrun") from None
 
 
 def interruptible(operation: Callable, *arguments: object) -> None:

@@ -68,9 +68,10 @@ def test_error_in_a_wait_is_raised_in_the_caller():
         ranks.interruptible(lambda: 1 / 0)
 
 
-def test_missing_rendezvous_suggests_torchrun(monkeypatch):
+@pytest.mark.parametrize("address,port", [("", ""), ("unknown.invalid", "29500"), ("localhost", "abc")])
+def test_unusable_rendezvous_is_named(monkeypatch, address, port):
     monkeypatch.setattr(ranks, "WORLD", 2)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(UserError, match="torchrun"):
+    for name, value in dict(MASTER_ADDR=address, MASTER_PORT=port, RANK="1", WORLD_SIZE="2").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"MASTER_ADDR={address}, MASTER_PORT={port}: .* torchrun"):
         ranks.join_ranks(torch.device("cpu"))
