@@ -268,7 +268,7 @@ class Tokenizer:
     def _pieces(self, turns):
         """The text of a conversation, split at control tokens, which are ids."""
         known = "".join(map("".join, turns))
-        mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in known)
+        mark = "\ue000" * (1 + known.count("\ue000"))             # longer than any run in them
 
         def hide(text):
             return self.control_token.sub(lambda name: f"{name[0][0]}{mark}{name[0][1:]}", text)
