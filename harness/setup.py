@@ -82,6 +82,7 @@ class Run:
         if self.tracker:
             signal.signal(signal.SIGINT, signal.SIG_DFL)         # it may wait for the network
             with contextlib.suppress(Exception):                 # start() may not have been called
+                say(f"{saved}; waiting for {self.tracker.__name__}")
                 self.tracker.finish()
         return saved
 

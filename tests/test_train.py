@@ -596,6 +596,7 @@ def test_tracker_gets_every_step_of_one_run_and_is_finished(runs, tmp_path):
     flags = "--steps", "3", "--report-to", "wandb"
     log = runs.run("tracked", *flags, code=1, fault=functools.partial(fault, stop))
     assert "--report-to wandb: division by zero" in log and "stopped by SIGINT; step 2 is saved" in log
+    assert "waiting for wandb\ntrain.py: stopped" in log                  # also if finish() hangs
     assert "--report-to wandb: Broken pipe" in runs.run("tracked", "--resume", fault=fault)
     calls = read_rows(runs.folder / "tracked.jsonl")
     assert [call[0] for call in calls] == ["init", "log", "log", "finish", "init", "log", "finish"]
