@@ -96,8 +96,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     device = choose_device(settings.device, settings.model, settings.kernels)
     memory.bound(settings.memory_gib, device)
     if device.type == "cuda":                    # else the first forward would wait for it
-        threading.Thread(target=importlib.import_module,
-                         args=["torch._inductor.compile_fx"]).start()
+        threading.Thread(target=import_compiler, daemon=True).start()
     plug_in = plugin.Reward(settings.reward) if settings.reward else None
     library = tracker.load(settings.report_to)
     out = Path(settings.out)
@@ -145,6 +144,12 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
                Watch(settings), library, flags, plug_in and plug_in.sha256, earlier)
+
+
+def import_compiler() -> None:
+    """Imports torch's compiler, in a thread that doesn't hold up a start that fails meanwhile."""
+    with contextlib.suppress(Exception):         # Python is ending
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 CALIBRATION_PROBLEMS = 128                       # as in the study
