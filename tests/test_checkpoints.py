@@ -164,14 +164,18 @@ def test_kill_during_save_leaves_old_or_new_checkpoint(tmp_path):
 # -----------------------------------------------------------------------------
 # The folder of a run
 
-@pytest.mark.parametrize("name", ["file", "file/x", "dangling", "taken"])
-def test_unusable_out_is_named(tmp_path, name):
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize("name,said", [
+    ("file", "/file"), ("file/x", "/file/x"), ("dangling", "/dangling"), ("killed", ".base.tmp.* calibrating"),
+    ("calibrated", "--model .*/calibrated/base"), ("hidden", ".notes")])
+def test_unusable_out_is_named_and_kept(tmp_path, name, said):
+    (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("nowhere")
-    (tmp_path / "taken" / ".base.x1").mkdir(parents=True)
-    expected = ".base.x1" if name == "taken" else f"{tmp_path}/{name}"    # hidden files count
-    with pytest.raises((UserError, OSError), match=expected):
+    for folder in ("killed/.base.tmp", "calibrated/base", "hidden/.notes"):          # by a start that failed
+        (tmp_path / folder).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((UserError, OSError), match=said):
         claim(tmp_path / name, False)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
@@ -181,20 +185,6 @@ def test_file_system_without_locks_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr("files.fcntl.flock", unsupported)
     claim(tmp_path / "x", False)
     assert (tmp_path / "x").is_dir()
-
-
-def test_calibrated_base_of_a_failed_start_is_offered(tmp_path):
-    (tmp_path / "base").mkdir()
-    with pytest.raises(UserError, match=f"--model {tmp_path}/base"):
-        claim(tmp_path, False)
-
-
-def test_killed_calibration_is_named_and_kept(tmp_path):
-    cut_off = tmp_path / ".base.tmp"
-    cut_off.mkdir()
-    with pytest.raises(UserError, match=f"{cut_off.name}.* calibrating"):
-        claim(tmp_path, False)
-    assert cut_off.exists()
 
 
 # -----------------------------------------------------------------------------

@@ -36,24 +36,17 @@ def test_missing_device_is_rejected(monkeypatch, name):
     assert choose_device("cpu", "nowhere") == choose_device(None, ".") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("capability,refused", [
-    ((9, 0), ""), ((8, 0), ""), ((12, 0), ""), ((7, 5), "sm_75"), ((7, 0), "sm_70")])
-def test_gpu_without_kernels_is_rejected(capability, refused, fake_gpu, monkeypatch):
+@pytest.mark.parametrize("capability,hip,triton,refused", [
+    ((9, 0), None, True, ""), ((8, 0), None, True, ""), ((12, 0), None, True, ""), ((7, 5), None, True, "sm_75"),
+    ((9, 0), None, False, "Triton"), ((9, 0), "6.4", True, "AMD")])             # as ROCm reports an MI200
+def test_gpu_without_kernels_is_rejected(capability, hip, triton, refused, fake_gpu, monkeypatch):
     fake_gpu(capability)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton or None)
     if not refused:
-        load_kernels(gpu)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        refused = "Triton"
+        load_kernels(torch.device("cuda"))
+        return
     with pytest.raises(UserError, match=f"^--device cuda: .*{refused}"):
-        load_kernels(gpu)
-
-
-def test_amd_gpu_is_rejected(fake_gpu, monkeypatch):
-    fake_gpu((9, 0))                                                      # as ROCm reports an MI200
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(UserError, match="^--device cuda: .*AMD"):
         load_kernels(torch.device("cuda"))
 
 

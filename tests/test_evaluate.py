@@ -212,7 +212,8 @@ def test_run_sets_flags_and_adapter(tiny_nvfp4, tmp_path, run):
 def test_limit_on_a_test_split(limit, want, tmp_path, run):
     run_folder(tmp_path / "run")
     assert asked(run, *limit) == [f"arithmetic-test-{i}" for i in range(want)]
-    run_folder(tmp_path / "run", data=write_sums("sums.jsonl", range(60)), eval_data=write_sums("held.jsonl", range(30)))
+    write_sums("held.jsonl", range(30))
+    run_folder(tmp_path / "run", data=write_sums("sums.jsonl", range(60)), eval_data="held.jsonl")
     assert asked(run, *limit) == [f"held-{i + 1}" for i in range(want)]
 
 

@@ -124,20 +124,9 @@ def test_bf16_gradients_are_off_by_their_roundings(both, kind, std):
     for p, rows in enumerate(rows_of):
         spread[rows, p * R:(p + 1) * R] = s * b[rows]
     xa, dxa = x64 @ a.T, dy @ spread
-    # One rounding each for x @ A.T, W, A, s * B and dy. A sum of N fp32 terms adds less than one more.
-    w_off = 1.01 * u * w.abs()
-    x_abs, dy_abs, a_abs, spread_abs = x64.abs(), dy.abs(), a.abs(), spread.abs()
-    bounds = {
-        "y": (y, x64 @ w.T + xa @ spread.T,
-              x_abs @ w_off.T + 3.1 * u * (x_abs @ a_abs.T) @ spread_abs.T),
-        "x": (x.grad, dy @ w + dxa @ a,
-              dy_abs @ (w_off + 2.1 * u * w.abs()) + 5.1 * u * (dy_abs @ spread_abs) @ a_abs),
-        "a": (linear.a.grad, dxa.T @ x64, 3.1 * u * (dy_abs @ spread_abs).T @ x_abs)}
-    for name, (got, want, bound) in bounds.items():
-        assert ((got.double() - want).abs() <= bound + 1e-7).all(), name
-        # Roundings go up as often as down and mostly cancel: 0.94 u in practice.
+    db = torch.cat([s * dy[:, rows].T @ xa[:, p * R:(p + 1) * R] for p, rows in enumerate(rows_of)])
+    results = {"y": (y, x64 @ w.T + xa @ spread.T), "x": (x.grad, dy @ w + dxa @ a),
+               "a": (linear.a.grad, dxa.T @ x64), "b": (linear.b.grad, db)}
+    for name, (got, want) in results.items():
+        # One rounding each for x @ A.T, W, A, s * B and dy, which go up as often as down: 0.94 u in practice.
         assert (got.double() - want).norm() < 1.5 * u * want.norm(), name
-    for p, rows in enumerate(rows_of):
-        own, own_abs = xa[:, p * R:(p + 1) * R], (x_abs @ a_abs.T)[:, p * R:(p + 1) * R]
-        off = (linear.b.grad[rows].double() - s * dy[:, rows].T @ own).abs()
-        assert (off <= 3.1 * u * s * dy_abs[:, rows].T @ own_abs + 1e-7).all()

@@ -85,15 +85,12 @@ def test_global_scale_is_the_smallest_unsaturated_power_of_two(amax, scale):
     assert abs(dequantize(packed, block_scale, global_scale)[1, 5].item() + amax) <= amax / 16
 
 
-def test_nonfinite_weights_are_refused():
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"contains {bad}"):
-            quantize(torch.full((1, 16), bad))
-
-
-def test_ragged_k_is_refused():
-    with pytest.raises(ValueError, match="K=24 .*16"):
-        quantize(torch.zeros(2, 24))
+@pytest.mark.parametrize("w,named", [
+    (torch.full((1, 16), torch.nan), "contains nan"), (torch.full((1, 16), torch.inf), "contains inf"),
+    (torch.zeros(2, 24), "K=24 .*16")])
+def test_nonfinite_weights_and_a_ragged_k_are_refused(w, named):
+    with pytest.raises(ValueError, match=named):
+        quantize(w)
 
 
 def test_quantizing_in_chunks_changes_nothing(monkeypatch):
