@@ -145,36 +145,8 @@ def prompt_of(tokenizer, text, system=None):
     return tokenizer.turns([("system", system)] * bool(system) + [("user", text)])
 
 
-# Chat templates that write the same text as Qwen's: chat_reference.json has what Qwen's own wrote.
-# TURNS writes the messages; what follows opens the answer.
-TURNS = r"""{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-{%- endfor %}"""
-TURNS_WITHOUT_THINKING = r"""{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' and '</think>' in content %}
-        {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
-{%- endfor %}"""
-ANSWER = r"""
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}"""
-QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-TEMPLATES = {
-    "qwen2.5": r"{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\n" + QWEN_SYSTEM
-               + r"<|im_end|>\n' }}{%- endif %}" + TURNS + ANSWER,
-    "instruct": TURNS + ANSWER,
-    "qwen3": TURNS_WITHOUT_THINKING + r"""
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- endif %}
-{%- endif %}""",
-    "thinking": TURNS_WITHOUT_THINKING + ANSWER.replace(r"assistant\n", r"assistant\n<think>\n"),
-}
+# Chat templates that write the same text as the models' own; for Qwen's, chat_reference.json has that text.
+TEMPLATES = {path.stem: path.read_text() for path in (ROOT / "tests/templates").glob("*.jinja")}
 
 
 def thinking_tiny(folder, template):

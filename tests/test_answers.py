@@ -71,7 +71,7 @@ def test_nothing_equals_the_empty_answer():
         assert not is_equal(a, "") and not is_equal("", a), a
 
 
-# equality, against fractions -------------------------------------------------------------------------------------------
+# equality, against fractions ------------------------------------------------------------------------------------------
 
 def spellings(x):
     """One fraction written in several ways."""

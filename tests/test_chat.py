@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from helpers import TINY, prompt_of, run_main, with_acting_adapter
+from helpers import TINY, edit, prompt_of, run_main, with_acting_adapter
 
 import adapters
 from loading import load
@@ -98,19 +98,7 @@ def test_run_sets_base_adapter_style_and_limit(run_folder, tokenizer, monkeypatc
         assert capsys.readouterr().out != with_adapter
 
 
-@pytest.mark.parametrize("flags,names", [
-    ([], ["--model"]), (["nowhere"], ["nowhere", "run.json"]), (["--model", "nowhere"], ["--model nowhere"]),
-    (["--model", TINY, "--adapter", "nowhere"], ["nowhere/adapter_config.json"]),
-    (["stolen"], ["--prompt-style evil:f"]), (["--model", TINY, "--temperature", "nan"], ["--temperature"]),
-    (["--model", TINY, "--thinking", "on"], ["--thinking"]),
-    (["--model", TINY, "--max-new-tokens", "0"], ["--max-new-tokens"]),
-    (["--model", TINY, "--prompt-style", "odd"], ["--prompt-style"]),
-    (["--model", TINY, "--question", "1+" * 2000], ["no room", "1024"])])
-def test_wrong_input_is_named(flags, names, run_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(run_folder, "stolen")
-    held = json.loads(Path("stolen/run.json").read_text())
-    Path("stolen/run.json").write_text(json.dumps(held | {"prompt_style": "evil:f"}))
-    error = main(monkeypatch, *flags, *[] if "--question" in flags else ["--question", "1+1?"])
-    error = capsys.readouterr().err.splitlines()[-1] if error == 2 else error
-    assert error.startswith("python -m tools.chat: ") and all(name in error for name in names) and "\n" not in error
+def test_run_folder_may_not_name_code(run_folder, tmp_path, monkeypatch):
+    edit(Path(shutil.copytree(run_folder, tmp_path / "stolen")) / "run.json", prompt_style="evil:f")
+    error = main(monkeypatch, tmp_path / "stolen", "--question", "1+1?")
+    assert error.startswith("python -m tools.chat: ") and "--prompt-style evil:f" in error and "\n" not in error

@@ -8,11 +8,12 @@ import runpy
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, write_sums
 
 import env
 import weights
@@ -20,6 +21,7 @@ from files import Stopped, UserError
 from harness import setup
 
 TINY = str(ROOT / "tiny")
+EVALUATE = "evaluate.py", "--model", TINY, "--data", "taken/my.jsonl"
 
 
 def run(*argv, cwd, code=None, **more):
@@ -39,10 +41,9 @@ def run_here(folder, monkeypatch, program, *flags):
 
 def test_ctrl_c_during_model_load_is_one_line_and_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "load", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    write_sums(tmp_path / "sums.jsonl", range(4))
     with pytest.raises(SystemExit, match="^evaluate.py: stopped by SIGINT$"):
-        run_here(tmp_path, monkeypatch, "evaluate.py", "--model", TINY, "--data", "sums.jsonl", "--device", "cpu",
-                 "--out", "x.jsonl")
+        run_here(tmp_path, monkeypatch, "evaluate.py", "--model", TINY, "--data", "sums.jsonl", "--out", "x.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["sums.jsonl"]
 
 
@@ -93,20 +94,33 @@ def test_wrong_rank_is_one_line(tmp_path, name, value):
     (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
     *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
         (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "--max-prompt-tokens"))),
-    (["evaluate.py"], "--model"), (["evaluate.py", "folder"], "folder is not a run folder"),
-    (["evaluate.py", TINY], f"--model {TINY}"),
-    (["evaluate.py", "--model", TINY, "--data", "arithmetic", "--adapter", ""], "--adapter"),
-    (["evaluate.py", "--model", TINY, "--data="], "--data="),
+    *(([program, *flags], named) for program in ("evaluate.py", "tools/chat.py") for flags, named in (
+        ([], "--model"), (["folder"], "folder is not a run folder"), ([TINY], f"--model {TINY}"))),
+    *(([*EVALUATE, *flags.split()], named) for flags, named in (
+        ("--samples 0", "--samples"), ("--limit -1", "--limit"), ("--top-p 0", "--top-p"), ("--sample 4", "--sample"),
+        ("--temperature nan", "--temperature"), ("--samples 4 --temperature 0", "--samples"), ("--data=", "--data="),
+        ("--max-new-tokens 1020", "max_position_embeddings is 1024"), ("--reward no:f", "--reward no:f"),
+        ("--adapter nowhere", "nowhere/adapter_config.json"), ("--adapter=", "--adapter"),
+        ("--out taken", "--out taken"), ("--data nowhere.jsonl", "nowhere.jsonl"), ("--prompt-style odd", "--prompt-style odd"),
+        ("--out taken/my.jsonl", "--out taken/my.jsonl"), ("--out taken/my.jsonl/x", "my.jsonl"),
+        (f"--out {'x' * 250}", "xxx: cannot be written (File name too long"),
+        ("--samples 2 --temperature 1e-45 --limit 3", "temperature"))),
+    *((["tools/chat.py", "--model", TINY, "--question", "1+1?", *flags], named) for flags, named in (
+        (["--adapter", "nowhere"], "nowhere/adapter_config.json"), (["--thinking", "on"], "--thinking"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"), (["--temperature", "nan"], "--temperature"),
+        (["--prompt-style", "odd"], "--prompt-style"), (["--question", "1+" * 2000], "no room"))),
     (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])
 def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, argv, named):
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "my.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
+    problems = Path(write_sums(tmp_path / "taken/my.jsonl", range(4))).read_text()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
-    with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1
+    with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1, or argparse did
         run_here(tmp_path, monkeypatch, *argv)
-    assert named in stop.value.code and "\n" not in stop.value.code
+    line = capfd.readouterr().err.splitlines()[-1] if stop.value.code == 2 else stop.value.code
+    assert named in line and "\n" not in line
+    assert (tmp_path / "taken/my.jsonl").read_text() == problems
     assert {path.name for path in tmp_path.rglob("*")} - {"runs", "tiny-nvfp4-my-0"} == {"folder", "taken", "my.jsonl"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ANSWER, ROOT, TEMPLATES, TINY, TURNS, edit, prompt_of, save_tokenizer, write_rows, write_sums
+from helpers import ROOT, TEMPLATES, TINY, edit, prompt_of, save_tokenizer, write_rows, write_sums
 from tokenizers import processors
 
 import prompts as prompts_py
@@ -28,6 +28,8 @@ def text_of(tokenizer, ids):
 
 CHATS = json.loads((ROOT / "tests" / "chat_reference.json").read_text(encoding="utf-8"))
 MODES = [name.split() for name in CHATS["texts"]]
+INSTRUCT = TEMPLATES["instruct"]                             # writes the turns, then opens the answer
+TURNS = INSTRUCT[:INSTRUCT.index("\n{%- if add_gen")]
 
 
 @pytest.mark.parametrize("name,thinking", MODES)
@@ -45,10 +47,10 @@ def test_conversations_match_qwens_templates(tmp_path, name, thinking):
 @pytest.mark.parametrize("template,expected", [
     ("{% if", "unexpected"), ("{{ raise_exception('no\nuser') }}", "no"),
     ("[INST] {{ messages[0].content }} [/INST]", "im_start"), (TURNS, "im_start"),                # opens no answer
-    (TURNS.replace("message.content", "message.content | upper") + ANSWER, "user says"),
-    ("{% for m in messages[:-1] %}{% endfor %}" + ANSWER, "user says"),
-    ("{{ strftime_now('%Y') }}" + TURNS + ANSWER, "strftime_now"), ("{{ bos_token }}" + TURNS + ANSWER, "bos_token"),
-    ("{{ tools | length }}" + TURNS + ANSWER, "NoneType"),
+    (INSTRUCT.replace("message.content", "message.content | upper"), "user says"),
+    ("{% for m in messages[:-1] %}{% endfor %}" + INSTRUCT.removeprefix(TURNS), "user says"),
+    ("{{ strftime_now('%Y') }}" + INSTRUCT, "strftime_now"), ("{{ bos_token }}" + INSTRUCT, "bos_token"),
+    ("{{ tools | length }}" + INSTRUCT, "NoneType"),
     ("{% include '/etc/hostname' %}", "loader"), ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
     ("{% for a in range(1000000000) %}{% endfor %}", "range")])
@@ -65,7 +67,7 @@ def test_template_sees_no_tools_or_documents(tmp_path):
             "{% if strftime_now is defined or tools or documents or today or messages[0].name %}{{ x }}{% endif %}"
             "{% for m in messages %}{% if m.tool_calls %}{% break %}{% endif %}{% endfor %}")
     prompts = []
-    for template in asks + TURNS + ANSWER, TURNS + ANSWER:
+    for template in asks + INSTRUCT, INSTRUCT:
         save_tokenizer(tmp_path, template)
         prompts.append(prompt_of(Tokenizer(tmp_path), "x"))
     assert prompts[0] == prompts[1]
@@ -87,13 +89,6 @@ def test_control_tokens_in_messages_stay_text(tmp_path, turns):
     ) + "<|im_start|>assistant\n"
 
 
-LLAMA3 = ("{% for m in messages %}{{ bos_token if loop.first }}{{ '<|start_header_id|>' + m.role + "
-          "'<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}{% if strftime_now is defined %}"
-          "{{ strftime_now('%d') }}{% endif %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}")
-MISTRAL = ("{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set messages = "
-           "messages[1:] %}{% endif %}{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + "
-           "(first if loop.last and first is defined else '') + m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + "
-           "eos_token }}{% endif %}{% endfor %}")
 META = "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"
 META_USER = ("<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
              "<|start_header_id|>assistant<|end_header_id|>\n\n")
@@ -101,11 +96,11 @@ CHATML_USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("template,control,named,ends,prompt,again", [
-    (LLAMA3, META, {"bos_token": META[0]}, {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"},
+    (TEMPLATES["llama3"], META, {"bos_token": META[0]}, {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"},
      "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>" + META_USER, META_USER),
-    (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, {"</s>"},
-     "<s>[INST] S\n\n{}[/INST]", "[INST] {}[/INST]"),
-    (TEMPLATES["instruct"], (*META, "<|im_start|>", "<|im_end|>"), {}, {"<|end_of_text|>", "<|eom_id|>", "<|im_end|>"},
+    (TEMPLATES["mistral"], ("<s>", "</s>", "[INST]", "[/INST]"),
+     {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, {"</s>"}, "<s>[INST] S\n\n{}[/INST]", "[INST] {}[/INST]"),
+    (INSTRUCT, (*META, "<|im_start|>", "<|im_end|>"), {}, {"<|end_of_text|>", "<|eom_id|>", "<|im_end|>"},
      "<|im_start|>system\nS<|im_end|>\n" + CHATML_USER, "\n" + CHATML_USER)])             # ChatML on Llama 3's tokens
 def test_other_chat_formats(tmp_path, template, control, named, ends, prompt, again):
     """A prompt and a second turn; control tokens that they spell out stay text."""
@@ -130,7 +125,7 @@ def test_unsupported_thinking_mode_is_rejected(tmp_path, name, thinking, other):
 # The tokenizer
 
 def test_saved_truncation_padding_and_added_tokens_are_ignored(tmp_path):
-    file = save_tokenizer(tmp_path, TEMPLATES["instruct"])
+    file = save_tokenizer(tmp_path, INSTRUCT)
     file.enable_truncation(5)
     file.enable_padding(length=500)
     file.post_processor = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
@@ -139,7 +134,7 @@ def test_saved_truncation_padding_and_added_tokens_are_ignored(tmp_path):
 
 
 def test_decode_inverts_encode_and_drops_end_token(tmp_path):
-    save_tokenizer(tmp_path, TEMPLATES["instruct"])
+    save_tokenizer(tmp_path, INSTRUCT)
     tokenizer = Tokenizer(tmp_path)
     ids = tokenizer.encode("½ of 4\n is \\boxed{2}")
     assert tokenizer.decode(ids) == tokenizer.decode(ids + [258]) == "½ of 4\n is \\boxed{2}"
@@ -163,7 +158,7 @@ def renumbered(content, more):
     lambda file: edit(file.with_name("tokenizer_config.json"),              # transformers reads this list too
                       added_tokens_decoder={258: json.loads(file.read_text())["added_tokens"][1]})])
 def test_wrong_tokenizer_or_missing_template_is_named(tmp_path, damage):
-    save_tokenizer(tmp_path, TEMPLATES["instruct"])
+    save_tokenizer(tmp_path, INSTRUCT)
     Tokenizer(tmp_path)
     damage(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer(_config)?.json: "):
