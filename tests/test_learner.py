@@ -263,15 +263,12 @@ def test_optimizer_can_be_replaced(tiny):
             self.state["step"] += 1
             self.adapter.master.data -= lr * self.adapter.master.grad
 
-    class Other(Learner):
-        OPTIMIZER = Descent
-
-    adamw, _, *step = some_step(tiny)
-    learner = Other(adamw.model, adamw.loss, TEMPERATURE, ANY_NORM)
-    adapter = learner.adapter
-    before = adapter.master.data.clone()
+    learner, _, *step = some_step(tiny)
+    Other = type("Other", (Learner,), {"OPTIMIZER": Descent})
+    learner = Other(learner.model, learner.loss, TEMPERATURE, ANY_NORM)
+    before = learner.adapter.master.data.clone()
     learner.update(*step, lr=0.5)
-    assert torch.equal(adapter.master.data, before - 0.5 * adapter.master.grad)
+    assert torch.equal(learner.adapter.master.data, before - 0.5 * learner.adapter.master.grad)
     assert learner.tensors().keys() == {"master", "step"}
     assert Other.state_bytes(100, torch.bfloat16) == 1000       # 4 + 4 + 2 bytes each
 

@@ -187,7 +187,7 @@ def runs(tmp_path_factory, tiny_nvfp4):
 def whole(runs):
     """The uninterrupted run of 6 steps that others must equal."""
     runs.run("whole", *SIX_STEPS, "--save-every", "3")
-    assert all(metrics["grad_norm"] > 0 for metrics in runs.metrics("whole"))
+    assert all(row[name] > 0 for row in runs.rows("whole", "metrics.jsonl") for name in ("grad_norm", *TIMES))
     return "whole"
 
 
@@ -240,8 +240,8 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 
 
 def test_report_combines_a_steps_updates():
-    graded = [dict(reward=r, correct=r, format=1, length=2, finished=True, mean_logprob=-0.5, completion="1")
-              for r in (1.0, 0.0, 1.0, 0.0)]
+    graded = [dict(reward=r, correct=r, format=1, length=2, finished=ends, mean_logprob=-0.5, completion="1")
+              for r, ends in ((1.0, True), (0.0, True), (1.0, False), (0.0, True))]
     rows = [Row([1], [2, 3], torch.full((2,), -0.5), True, graded=found) for found in graded]
     rollouts = Rollouts(rows, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
@@ -251,7 +251,7 @@ def test_report_combines_a_steps_updates():
     assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
-    assert metrics["idle"] == pytest.approx(0.2)                        # 10 computed, 8 kept
+    assert metrics["truncated"] == 0.25 and metrics["idle"] == pytest.approx(0.2)       # 10 computed, 8 kept
     assert metrics["sampler_entropy"] == 0.5                            # over all rows, even uninformative ones
     unmeasured = train_py.report(Rollouts(rows), torch.ones(4).bool(), weights, updates, group_size=2)
     assert unmeasured["tokens_per_s"] == 0  # a user's sampling function may not measure time
