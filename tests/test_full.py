@@ -18,11 +18,9 @@ from test_learner import ANY_NORM, TEMPERATURE, plain_gradient, some_batch
 from test_train import BY_LENGTH, RESUME, ROOT, kill_in
 from tiny_qwen2 import held_by
 
-import adapters
 import evaluate
 import full
 import grpo
-import lora
 import model as model_py
 from fast import backward
 from files import UserError
@@ -142,15 +140,8 @@ def test_killed_run_resumes_bit_for_bit_and_evaluates(runs, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("flags,named", [
-    ("--base nvfp4", "--base"), ("--kl-beta 0.1", "--kl-beta"), ("--base bf16 --calibrate 8", "--calibrate 8")])
+    ("--base nvfp4", "--base"), ("--kl-beta 0.1", "--kl-beta"), ("--base bf16 --calibrate 8", "--calibrate 8"),
+    (f"--adapter {ROOT}/tests/peft_adapter", "--adapter")])
 def test_incompatible_flag_is_rejected(flags, named):
     with pytest.raises(UserError, match=named):
         read_settings(["--train", "full", *flags.split()])
-
-
-def test_adapter_is_rejected(tmp_path, tiny):
-    model = load(tiny["tied"].folder, "bf16", "cpu")
-    lora.attach(model, 4)
-    adapters.save_adapter(model, tmp_path)
-    with pytest.raises(UserError, match="--adapter"):
-        read_settings(["--train", "full", "--adapter", str(tmp_path)])

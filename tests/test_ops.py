@@ -1,19 +1,16 @@
 """
-MLP and log-probs, by autograd and by hand, against float64 autograd on full tensors; how ops picks a kernel.
+Log-probs, by autograd and by hand, against float64 autograd on full tensors; matmuls; how ops picks a kernel.
 
 python -m pytest tests/test_ops.py -v
 """
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import model as model_py
 import ops
 from fast import backward
-from lora import Linear, attach
-from model import mlp, token_logprobs
-from nvfp4 import freeze
+from model import token_logprobs
 from ops import elementwise, mm_fp32, replaced_on_gpu
 
 # -----------------------------------------------------------------------------
@@ -70,52 +67,6 @@ def test_matmuls_sum_in_fp32_and_round_once(dtype, M, K, N):
         u = torch.finfo(out_dtype).eps / 2
         assert got.dtype == out_dtype
         assert ((got.double() - want).abs() <= 1.01 * u * want.abs() + K * 2.0**-24 * scale).all()
-
-
-# -----------------------------------------------------------------------------
-# The MLP
-
-def an_mlp(base, D, width, R=0, alpha=4):
-    """-> gate_up and down, with a nonzero adapter of rank R."""
-    gate_up = Linear(freeze([torch.randn(width, D) * 0.2 for _ in range(2)], base, torch.float32), ["gate", "up"],
-                     (width, width))
-    down = Linear(freeze([torch.randn(D, width) * 0.2], base, torch.float32), ["down"], (D,))
-    if R:
-        stub = torch.nn.Module()                                          # the parts of a model that attach() uses
-        stub.gate_up, stub.down, stub.layers, stub.dtype = gate_up, down, [], torch.float32
-        attach(stub, rank=R, alpha=alpha)
-        for linear in (gate_up, down):
-            linear.b.data.normal_()
-        stub.adapter.sync()
-    return gate_up, down
-
-
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("adapter", [False, True])
-def test_mlp_gradients_match_autograd_through_merged_matrices(both, base, adapter):
-    torch.manual_seed(0)
-    M, D, width, R, alpha = 9, 64, 48, 4, 10
-    gate_up, down = an_mlp(base, D, width, adapter * R, alpha)
-    w_in, w_out = gate_up.weight.dequantize().double(), down.weight.dequantize().double()
-    leaves = [torch.randn(M, D, requires_grad=True), (torch.rand(M, 1) + 0.5).requires_grad_()]      # x, rstd
-    if adapter:
-        leaves += [gate_up.a, gate_up.b, down.a, down.b]
-    upstream = torch.randn(M, D)
-    out = mlp(gate_up, down, *leaves[:2])
-    out.backward(upstream)
-
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    if adapter:
-        a_in, b_in, a_out, b_out = exact[2:]
-        w_in = w_in + alpha / R * torch.cat([b @ a for b, a in zip(b_in.split(width), a_in.split(R))])
-        w_out = w_out + alpha / R * b_out @ a_out
-    gate, up = (exact[0] @ w_in.T * exact[1]).chunk(2, dim=-1)
-    want = F.silu(gate) * up @ w_out.T
-    want.backward(upstream.double())
-    # Three sums of up to 96 fp32 terms in a row: about 2e-6 of the result's scale.
-    assert (out - want).abs().max() < 1e-5 * want.abs().max()
-    for got, e in zip(leaves, exact):
-        assert (got.grad - e.grad).abs().max() < 1e-5 * e.grad.abs().max()
 
 
 # -----------------------------------------------------------------------------

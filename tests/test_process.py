@@ -102,7 +102,8 @@ def test_wrong_rank_is_one_line(tmp_path, name, value):
         ("--max-new-tokens 1020", "max_position_embeddings is 1024"), ("--reward no:f", "--reward no:f"),
         ("--adapter nowhere", "nowhere/adapter_config.json"), ("--adapter=", "--adapter"),
         ("--out taken", "--out taken"), ("--data nowhere.jsonl", "nowhere.jsonl"),
-        ("--prompt-style odd", "--prompt-style odd"), ("--out taken/my.jsonl", "--out taken/my.jsonl"), ("--out taken/my.jsonl/x", "my.jsonl"),
+        ("--prompt-style odd", "--prompt-style odd"), ("--out taken/my.jsonl", "--out taken/my.jsonl"),
+        ("--out taken/my.jsonl/x", "my.jsonl"),
         (f"--out {'x' * 250}", "xxx: cannot be written (File name too long"),
         ("--samples 2 --temperature 1e-45 --limit 3", "temperature"))),
     *((["tools/chat.py", "--model", TINY, "--question", "1+1?", *flags], named) for flags, named in (

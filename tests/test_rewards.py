@@ -143,13 +143,6 @@ def test_computed_answers_are_not_copies(cell):
     assert grade(boxed(answer), gold, question).correct == 1
 
 
-def test_rows_are_graded_with_their_question():
-    rows = [Row([0], [token], torch.tensor([-1.0]), finished=True) for token in (0, 1)]
-    tokenizer = SimpleNamespace(opened="", decode=lambda ids: ("\\boxed{3+4}", "\\boxed{7}")[ids[0]])
-    problem = SimpleNamespace(id="a", question="What is $4+3$?", answer="7", prompt=[0])
-    assert [row["correct"] for row in grade_rows(tokenizer, [problem], rows)] == [0, 1]
-
-
 # limits ---------------------------------------------------------------------------------------------------------------
 
 ADVERSARIAL = [  # text, gold, right verdict
@@ -227,9 +220,10 @@ def test_grade_rows():
                for prompt, completion, logprobs, finished in (
                    (2, [0], [-1.0], True), (2, [1, 1], [-1.0, -2.0], True), (3, [0], [-3.0], False),
                    (3, [1, 1], [0.0, -1.0], True))]
-    problems = [SimpleNamespace(id=id, question=f"q{id}", answer=answer, prompt=[prompt])
-                for id, answer, prompt in (("a", "5", 2), ("b", "6", 3))]
-    texts = "\\boxed{5}", "the answer is 6.", "asks a", "asks b"
+    choice, gold = "Is it (A) $4$ or (B) $5$?", r"\text{(B)}"             # only with the question, (B) 5 is an answer
+    problems = [SimpleNamespace(id=id, question=question, answer=answer, prompt=[prompt])
+                for id, question, answer, prompt in (("a", choice, gold, 2), ("b", "q", "6", 3))]
+    texts = r"\boxed{\textbf{(B)}\ 5}", "the answer is 6.", "asks a", "asks b"
     tokenizer = SimpleNamespace(opened="", decode=lambda ids: texts[ids[0]])
     mask = torch.tensor([True, False, True])                               # a tool wrote the second token
     answers[1] = Row([2], [1, 1, 1], torch.tensor([-1.0, -9.0, -2.0]), True, mask)
@@ -237,7 +231,7 @@ def test_grade_rows():
     assert [row["id"] for row in rows] == ["a", "a", "b", "b"]
     assert [row["correct"] for row in rows] == [1, 0, 0, 1] and [row["format"] for row in rows] == [1, 0, 1, 0]
     assert [row["prompt"] for row in rows] == ["asks a"] * 2 + ["asks b"] * 2
-    told = {"id": "a", "question": "qa", "answer": "5", "prompt": "asks a", "completion": "the answer is 6.",
+    told = {"id": "a", "question": choice, "answer": gold, "prompt": "asks a", "completion": "the answer is 6.",
             "extracted": "6", "rule": "marker", "correct": 0.0, "format": 0.0, "length": 2, "finished": True,
             "mean_logprob": -1.5, "reward": 0.0}
     assert {name: rows[1][name] for name in told} == told                  # a fork may add keys

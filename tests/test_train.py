@@ -200,6 +200,9 @@ def longer(runs, whole):
     runs.run(out, *RESUME)
     assert files_of(runs.folder / out) == before
     runs.run(out, *RESUME, "--steps", "7")
+    flags = json.loads((runs.folder / out / "run.json").read_text())
+    assert flags["steps"] == 7 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
+    assert [m["step"] for m in runs.metrics(out)] == [*range(7)]
     return out
 
 
@@ -434,12 +437,6 @@ def test_run_from_adapter_reports_differences_and_resumes_after_early_kill(runs)
     assert runs.same("killed-early", "from-given")
     (runs.folder / "given").rename(runs.folder / "moved")                 # its checkpoint replaces it
     runs.run("killed-early", *RESUME)
-
-
-def test_finished_run_can_be_moved_and_extended(runs, longer):
-    assert [m["step"] for m in runs.metrics(longer)] == list(range(7))
-    flags = json.loads((runs.folder / longer / "run.json").read_text())
-    assert flags["steps"] == 7 and Path(flags["model"]).is_absolute() and Path(flags["data"]).is_absolute()
 
 
 def test_second_run_in_the_same_folder_exits(runs):
