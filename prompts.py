@@ -21,6 +21,7 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as TokenizerFile
+from tokenizers.pre_tokenizers import Metaspace
 
 from files import UserError, counted, first_line, read_json, read_text, short_repr
 from grader.answers import can_read
@@ -169,6 +170,11 @@ class Tokenizer:
         self.file.encode_special_tokens = True   # "<|im_end|>" in a text stays text: see turns()
         self.file.no_truncation()                # the file may keep its last user's settings
         self.file.no_padding()
+        # "first" prepends a space to the text's start, so not to each piece of it: see _pieces().
+        self.space, scheme = None, self.file.pre_tokenizer
+        if isinstance(scheme, Metaspace) and scheme.prepend_scheme == "first":
+            scheme.prepend_scheme, self.space = "never", scheme.replacement
+            self.file.pre_tokenizer = scheme
         vocab = self.file.get_vocab()            # with the added tokens
         added = json.loads(text).get("added_tokens", ())
         ids = [(token["content"], token["id"]) for token in added]
@@ -275,6 +281,8 @@ class Tokenizer:
 
         text = self.template.render([(hide(role), hide(said)) for role, said in turns],
                                     self.thinking)
+        if self.space and not text.startswith((" ", self.space, *self.control)):
+            text = " " + text
         return [self.control.get(piece, piece.replace(mark, ""))
                 for piece in self.control_token.split(text)]
 

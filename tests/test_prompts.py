@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, TEMPLATES, TINY, edit, prompt_of, save_tokenizer, write_rows, write_sums
-from tokenizers import processors
+from tokenizers import pre_tokenizers, processors
 
 import prompts as prompts_py
 from files import UserError
@@ -138,6 +138,15 @@ def test_saved_truncation_padding_and_added_tokens_are_ignored(tmp_path):
     file.post_processor = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
     file.save(str(tmp_path / "tokenizer.json"))                          # Llama 3's adds <|begin_of_text|>
     assert len(Tokenizer(tmp_path).encode("How many apples?")) == 16
+
+
+@pytest.mark.parametrize("opening", ["", "A chat.", " A"])
+def test_metaspace_prepends_a_space_to_the_start_alone(tmp_path, opening):
+    file = save_tokenizer(tmp_path, opening + INSTRUCT)
+    file.pre_tokenizer = pre_tokenizers.Metaspace("Ġ", "first")          # a space in this vocabulary
+    file.save(str(tmp_path / "tokenizer.json"))
+    text = f"{opening}<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_of(Tokenizer(tmp_path), "x") == file.encode(text).ids
 
 
 def test_decode_inverts_encode_and_drops_end_token(tmp_path):
