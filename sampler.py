@@ -219,10 +219,9 @@ class Sampler:
                 assert 0 <= pos and limit < self.max_length, (
                     f"a prompt of {pos + 1} tokens + {limit - pos} new ones does not fit "
                     f"max_length={self.max_length}")
-                key = row_key(sampling.seed, place, g)
-                own_place = place * group_size + g
-                sequences.append(Sequence(row, prompt, key, own_place, prefix, prompt[-1], pos,
-                                          limit))
+                sequences.append(Sequence(
+                    row, prompt, key=row_key(sampling.seed, place, g), place=place * group_size + g,
+                    prefix=prefix, token=prompt[-1], pos=pos, limit=limit))
         return sequences
 
     def _prefill(self, prefixes):
@@ -241,17 +240,22 @@ class Sampler:
 
     def _decode_batch(self, running):
         """The DecodeBatch of the running sequences."""
-        columns = len(DecodeBatch._fields) - 1
-        width = blocks_for(self.max_length) + 1
-        values = np.zeros((len(running), columns + width), dtype=np.int64)
+        def column(values):                      # torch.tensor(values) takes longer
+            return torch.from_numpy(np.array(values))
+
+        table = np.zeros((len(running), blocks_for(self.max_length) + 1), dtype=np.int64)
+        for line, s in zip(table, running):
+            blocks = s.prefix.blocks + s.blocks
+            line[:len(blocks)] = blocks
         groups = {}                              # prefix -> its number
-        for line, s in zip(values, running):
-            group = groups.setdefault(s.prefix, len(groups))
-            known = [s.token, s.pos, len(s.prefix.tokens), group, s.limit, s.key,
-                     *s.prefix.blocks, *s.blocks]
-            line[:len(known)] = known
-        values = torch.from_numpy(values)
-        return DecodeBatch(*values[:, :columns].T, table=values[:, columns:])
+        return DecodeBatch(
+            token=column([s.token for s in running]),
+            pos=column([s.pos for s in running]),
+            prefix=column([len(s.prefix.tokens) for s in running]),
+            group=column([groups.setdefault(s.prefix, len(groups)) for s in running]),
+            limit=column([s.limit for s in running]),
+            key=column([s.key for s in running]),
+            table=torch.from_numpy(table))
 
 
 def add_tokens(running: list[Sequence], drawn: tuple, end_ids: tuple[int, ...]) -> int:
