@@ -2,7 +2,7 @@
 The GRPO family of losses: from the rewards of a group of answers to the loss of every token.
 
     group_advantages    how much better each answer is than the others to its problem
-    token_weights       how much each token counts in the loss of an update
+    loss_weights        how much each token counts in the loss of an update
     policy_loss         combines both with the tokens' log-probs into the loss to differentiate
 
 A training step samples G answers to each of P problems. Each answer is one of B = P * G rows, and
@@ -10,12 +10,12 @@ rows [p * G, (p + 1) * G) answer problem p. The loss gets the T tokens of all ro
 
     problem            0            1          P = 2, G = 2
     row                0     1      2     3    B = 4: rewards and advantages are (B,)
-    token              a b   c d e  f     g h  T = 8: log-probs and weights are (T,)
+    token              a b   c d e  f     g h  T = 8: log-probs and loss weights are (T,)
     row_of_token       0 0   1 1 1  2     3 3  (T,): each token has its row's advantage
 
-Until the learner packs them, masks and weights are (B, L), where L is the length of the longest
-completion. The mask is 0 for padding, tool output, unscorable rows and, with --overlong mask,
-truncated rows.
+Until the learner packs them, masks and loss weights are (B, L), where L is the length of the
+longest completion. The mask is 0 for padding, tool output, unscorable rows and, with --overlong
+mask, truncated rows.
 
 Three policies give each token a probability:
 
@@ -27,19 +27,19 @@ Three policies give each token a probability:
     ratio             = policy / old             how far updates have moved the learner; clipped
 
     objective = min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
-    loss      = -sum over the tokens of weight * importance weight * objective
+    loss      = -sum over the tokens of loss weight * importance weight * objective
 
 By default a training step makes one update (optimizer step). Policy and old are then identical, so
 the ratio is 1, nothing is clipped, and the gradient is that of
 
-    loss      = -sum over the tokens of weight * importance weight * advantage * log policy
+    loss      = -sum over the tokens of loss weight * importance weight * advantage * log policy
 
 Two flags add updates: --epochs N trains on all rows N times, --updates-per-rollout N trains on one
 Nth of the groups at a time. The old log-probs then take a forward pass of their own, before the
 first update.
 
-A token's weight is its share of the loss, 1 / divisor. The divisor counts rows or tokens of the
-whole update and is known before the first backward pass, so the gradients of micro-batches and
+A token's loss weight is its share of the loss, 1 / divisor. The divisor counts rows or tokens of
+the whole update and is known before the first backward pass, so the gradients of micro-batches and
 ranks simply add up.
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
@@ -105,7 +105,7 @@ class Loss:
     clip_high: float = 0.28
     sequence_level: bool = False                 # one ratio per row: exp of the mean log-ratio
     correction: str = "truncate"
-    kl_beta: float = 0.0                         # weight of KL(policy || reference)
+    kl_beta: float = 0.0                         # coefficient of KL(policy || reference)
 
     def __post_init__(self):
         assert self.correction in CORRECTIONS, \
@@ -144,7 +144,7 @@ LOSSES = {
 # Rewards -> advantages
 
 def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Which groups can teach something: (B,) rewards -> (P,) bool, True if the rewards differ.
+    """Which groups have rewards that differ: (B,) rewards -> (P,) bool.
 
     Unscorable rows (NaN) don't count, and a group with no other rows isn't informative. Rewards
     that differ by at most 1e-9 of the largest are equal: in floats, 0.1 + 0.2 isn't 0.3.
@@ -224,7 +224,7 @@ def minibatches(mask: Tensor, group_size: int, count: int) -> list[Tensor]:
     return [mask & (row_number == u) for u in range(count)]
 
 
-def token_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
+def loss_weights(mask: Tensor, loss: Loss, max_new_tokens: int) -> Tensor:
     """How much each token counts in the loss of an update: (B, L) fp32, 0 outside the mask.
 
     mask (B, L) bool covers the update on all ranks, since nothing else divides its loss. Lengths
@@ -274,15 +274,15 @@ def row_means(values: Tensor, row_of_token: Tensor) -> Tensor:
     return (total / lengths.clamp(min=1))[row_of_token]
 
 
-def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, weights: Tensor,
-                loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor,
+                loss_weights: Tensor, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one micro-batch, differentiable in logprobs.policy, and sums for summarize().
 
-    advantages, row_of_token (int64) and weights (from token_weights) are (T,), for the T tokens in
-    the loss only. Losses and sums of micro-batches add up to those of the update (add_sums).
+    advantages, row_of_token (int64) and loss_weights are (T,), for the T tokens in the loss only.
+    Losses and sums of micro-batches add up to those of the update (add_sums).
     """
     policy, rollout, old, reference = logprobs
-    tensors = advantages, row_of_token, weights, *logprobs
+    tensors = advantages, row_of_token, loss_weights, *logprobs
     shapes = [tuple(t.shape) for t in tensors if t is not None]
     assert len(set(shapes)) == 1, f"not one number per token: {shapes}"
     assert reference is not None or not loss.needs_reference, f"{loss.kl_beta=} needs a reference"
@@ -295,7 +295,7 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
     log_weight = proximal - rollout                                         # (T,)
     if loss.sequence_level:
         # The value is the row's ratio, the gradient goes through this token's log-prob only. The
-        # mean's 1 / length is already in the weights (2507.18071, section 4.3:
+        # mean's 1 / length is already in the loss weights (2507.18071, section 4.3:
         # GSPO-token).
         row_mean = row_means(log_ratio.detach(), row_of_token)
         log_ratio = row_mean + policy - policy.detach()
@@ -322,7 +322,7 @@ def policy_loss(logprobs: LogProbs, advantages: Tensor, row_of_token: Tensor, we
         kl = k3(reference - policy)
         per_token = per_token + loss.kl_beta * kl
         sums["kl"] = kl.detach().double().sum()
-    return (weights * per_token).sum(), sums
+    return (loss_weights * per_token).sum(), sums
 
 
 # -----------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 The learner: turns sampled answers and their advantages into optimizer steps on the adapter.
 
     learner = Learner(model, loss)
-    batch = Batch(rows, advantages)              # one per training step
-    update = learner.update(batch, weights, lr)  # one or more per batch
+    batch = Batch(rows, advantages)                              # one per training step
+    update = learner.update(batch, loss_weights, lr)             # one or more per batch
 
 All trained parameters are views of one fp32 vector, adapter.master (lora.py). An update packs the
 batch's rows into micro-batches that fit in memory, adds up their gradients, clips the sum, takes an
@@ -44,7 +44,7 @@ class Batch:
     old: dict[int, Tensor] = field(default_factory=dict)
     updated: bool = False                        # whether an update has moved the policy
 
-    def teaches(self) -> Tensor:
+    def has_advantage(self) -> Tensor:
         """Which rows have a token with an advantage: (B,) bool."""
         rows = self.advantages != 0
         if self.token_advantages:
@@ -141,15 +141,15 @@ class Learner:
         return {"master": self.adapter.master.data, **self.optimizer.tensors()}
 
     @torch.enable_grad()                         # a --reward may have disabled it
-    def update(self, batch: Batch, weights: Tensor, lr: float) -> Update:
-        """Takes one optimizer step on the batch's tokens with a weight above 0.
+    def update(self, batch: Batch, loss_weights: Tensor, lr: float) -> Update:
+        """Takes one optimizer step on the batch's tokens with a loss weight above 0.
 
-        Every rank gets the full batch (the B rows of all ranks) and weights (B, L) fp32 from
-        grpo.token_weights, and computes its share. Update says when no step is taken.
+        Every rank gets the full batch (the B rows of all ranks) and loss_weights (B, L) fp32 from
+        grpo.loss_weights, and computes its share. Update says when no step is taken.
         """
         adapter = self.adapter
         adapter.master.grad.zero_()
-        local_sums = self.accumulate_gradient(batch, weights, RANK, WORLD)
+        local_sums = self.accumulate_gradient(batch, loss_weights, RANK, WORLD)
         of_ranks = [sums for sums in gather([local_sums]) if sums]
         if not of_ranks:
             return Update({}, 0.0, lr)
@@ -162,7 +162,7 @@ class Learner:
             return Update(sums, grad_norm, lr, f"loss {loss}, gradient norm {grad_norm}")
         # Otherwise momentum would still move the adapter, and AdamW's normalization would turn
         # rounding errors into full-size steps.
-        if grad_norm == 0 or self._only_rounding(batch, weights, sums):
+        if grad_norm == 0 or self._only_rounding(batch, loss_weights, sums):
             return Update(sums, 0.0, lr)
         adapter.master.grad.mul_(min(1.0, self.max_grad_norm / (grad_norm + 1e-6)))
         self.optimizer.step(lr)
@@ -170,36 +170,36 @@ class Learner:
         batch.updated = True
         return Update(sums, grad_norm, lr)
 
-    def accumulate_gradient(self, batch: Batch, weights: Tensor, rank: int,
+    def accumulate_gradient(self, batch: Batch, loss_weights: Tensor, rank: int,
                             ranks: int) -> dict[str, Tensor]:
         """Adds one rank's share of the gradient to adapter.master.grad.
 
         Returns the sums over the tokens this rank trained on, on the CPU; {} if there are none.
         """
-        trained = self._trained(batch, weights)
+        trained = self._trained(batch, loss_weights)
         total = {}
         for indices in self._share(batch, trained, rank, ranks):
-            loss, sums = self._micro_batch(batch, indices, weights)
+            loss, sums = self._micro_batch(batch, indices, loss_weights)
             loss.backward()
             total = grpo.add_sums(total, sums)
         return {name: value.cpu() for name, value in total.items()}
 
     @torch.no_grad()
-    def compute_old_logprobs(self, batch: Batch, token_weights: list[Tensor]) -> None:
+    def compute_old_logprobs(self, batch: Batch, loss_weights: list[Tensor]) -> None:
         """Fills batch.old, with a forward pass. Needed before the first of several updates: later
         ones divide by the policy as it was here. (In a single update, old and policy are equal.)
 
-        token_weights: those of the updates, each row in one of them.
+        loss_weights: those of the updates, each row in one of them.
         """
         if not self.loss.needs_old:
             return
-        for weights in token_weights:            # dealt to the ranks as in the update
+        for weights in loss_weights:             # dealt to the ranks as in the update
             for indices in self._share(batch, self._trained(batch, weights), RANK, WORLD):
                 tokens, starts, lengths = as_tokens([batch.rows[b] for b in indices])
                 old, _ = self.model.token_logprobs(tokens, starts, self.temperature)
                 batch.old.update(zip(indices, old.split(lengths)))
 
-    def _only_rounding(self, batch: Batch, weights: Tensor, sums: dict[str, Tensor]) -> bool:
+    def _only_rounding(self, batch: Batch, loss_weights: Tensor, sums: dict[str, Tensor]) -> bool:
         """Whether nothing but rounding is left in an update's gradient, with a KL term: no token
         has an advantage, and the policy is still the reference (B is 0, or the mean KL below 1e-8).
         """
@@ -208,17 +208,17 @@ class Learner:
         # up to 1e-4.
         if not self.loss.needs_reference:
             return False
-        taught = batch.teaches() & (weights > 0).any(dim=1)
+        has_advantage = batch.has_advantage() & (loss_weights > 0).any(dim=1)
         b = self.adapter.master[self.adapter.b_start:]
         at_reference = sums["kl"] < 1e-8 * sums["tokens"] or not b.any()
-        return at_reference and not taught.any()
+        return at_reference and not has_advantage.any()
 
-    def _trained(self, batch: Batch, weights: Tensor) -> list[int]:
+    def _trained(self, batch: Batch, loss_weights: Tensor) -> list[int]:
         """The indices of the rows that an update trains on."""
         # At advantage 0 only a KL term has a gradient; without one the row is skipped, but it still
         # counts in the divisor.
-        teaches = batch.teaches() | self.loss.needs_reference
-        return torch.nonzero((weights > 0).any(dim=1) & teaches)[:, 0].tolist()
+        has_gradient = batch.has_advantage() | self.loss.needs_reference
+        return torch.nonzero((loss_weights > 0).any(dim=1) & has_gradient)[:, 0].tolist()
 
     def _share(self, batch: Batch, trained: list[int], rank: int, ranks: int) -> list[list[int]]:
         """One rank's micro-batches, as lists of row indices."""
@@ -227,24 +227,24 @@ class Learner:
         share = share_of_rank(prompts, completions, self.micro_batch_tokens, rank, ranks)
         return [[trained[i] for i in rows] for _, rows in share]
 
-    def _micro_batch(self, batch, indices, weights):
+    def _micro_batch(self, batch, indices, loss_weights):
         """The differentiable loss of the rows with these indices, and their sums."""
         device = self.model.device
         logprobs, entropy = self._logprobs(batch, indices)
-        # Each token's advantage, row and weight, of all rows end to end.
+        # Each token's advantage, row and loss weight, of all rows end to end.
         lengths = [len(batch.rows[b].completion) for b in indices]
         row_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         advantages = batch.advantages[indices][row_of_token]
         if batch.token_advantages:
             advantages = advantages + torch.cat([batch.token_advantages[b] for b in indices])
-        token_weights = torch.cat([weights[b, :n] for b, n in zip(indices, lengths)])
+        loss_weights = torch.cat([loss_weights[b, :n] for b, n in zip(indices, lengths)])
         # Tokens outside the loss, such as a tool's, are dropped only now: others attend to them.
-        in_loss = token_weights.nonzero()[:, 0]
-        advantages, row_of_token, token_weights = (
-            t[in_loss].to(device) for t in (advantages, row_of_token, token_weights))
+        in_loss = loss_weights.nonzero()[:, 0]
+        advantages, row_of_token, loss_weights = (
+            t[in_loss].to(device) for t in (advantages, row_of_token, loss_weights))
         in_loss = in_loss.to(device)
         logprobs = grpo.LogProbs(*(None if t is None else t[in_loss] for t in logprobs))
-        loss, sums = grpo.policy_loss(logprobs, advantages, row_of_token, token_weights, self.loss)
+        loss, sums = grpo.policy_loss(logprobs, advantages, row_of_token, loss_weights, self.loss)
         sums["entropy"] = entropy[in_loss].detach().sum().double()
         sums["loss"] = loss.detach().double()
         return loss, sums

@@ -64,8 +64,9 @@ def join_ranks(device: torch.device) -> None:
         try:
             interruptible(meet)
         except (ValueError, RuntimeError, OSError) as error:
-            place = [f"{name}={os.environ.get(name, '')}" for name in ("MASTER_ADDR", "MASTER_PORT")]
-            raise UserError(f"{', '.join(place)}: the {WORLD} ranks cannot connect "
+            names = "MASTER_ADDR", "MASTER_PORT"
+            place = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+            raise UserError(f"{place}: the {WORLD} ranks cannot connect "
                             f"({first_line(error)}): start them with torchrun") from None
 
 

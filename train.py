@@ -93,14 +93,14 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
 
         # 3) Update the adapter.
         updating = time.perf_counter()
-        token_weights = plan_updates(rollouts, run.learner.loss, settings)   # of each update
-        rates = learning_rates(settings, step, steps, len(token_weights))
+        loss_weights = plan_updates(rollouts, run.learner.loss, settings)    # of each update
+        rates = learning_rates(settings, step, steps, len(loss_weights))
         batch = Batch(rollouts.rows, advantages)
-        if len(token_weights) > 1:               # else old and policy are the same
-            one_pass = token_weights[:settings.updates_per_rollout]
+        if len(loss_weights) > 1:                # else old and policy are the same
+            one_pass = loss_weights[:settings.updates_per_rollout]
             run.learner.compute_old_logprobs(batch, one_pass)
         updates = [run.learner.update(batch, weights, lr)
-                   for weights, lr in zip(token_weights, rates)]
+                   for weights, lr in zip(loss_weights, rates)]
         done = time.perf_counter()
 
         # 4) Report.
@@ -108,7 +108,7 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         skipped = progress.skipped + sum(bool(update.failure) for update in updates)
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
-        metrics |= report(rollouts, batch.teaches(), token_weights, updates, G)
+        metrics |= report(rollouts, batch.has_advantage(), loss_weights, updates, G)
         metrics |= {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
@@ -144,7 +144,7 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
 # Update
 
 def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> list[torch.Tensor]:
-    """One minibatch per update: a tensor (B, L) of each token's weight in its loss, 0 if not in it.
+    """One minibatch per update: a tensor (B, L) of each token's loss weight, 0 if not in the loss.
 
     Two flags split training on a batch into several updates. With 4 groups of answers, a b c d:
 
@@ -152,12 +152,12 @@ def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> lis
         --epochs 2                  [a b c d] [a b c d]     each row is trained on twice
         both                        [a b] [c d] [a b] [c d]
 
-    With --overlong mask, answers cut off at --max-new-tokens get weight 0.
+    With --overlong mask, answers cut off at --max-new-tokens get loss weight 0.
     """
     rows = rollouts.rows
     mask = grpo.loss_mask(rollouts.sampled(), column(rows, "reward"), column(rows, "finished"),
                           settings.overlong == "mask")
-    one_pass = [grpo.token_weights(minibatch, loss, settings.max_new_tokens) for minibatch in
+    one_pass = [grpo.loss_weights(minibatch, loss, settings.max_new_tokens) for minibatch in
                 grpo.minibatches(mask, settings.group_size, settings.updates_per_rollout)]
     return one_pass * settings.epochs            # the same list for every pass
 
@@ -182,10 +182,10 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 # -----------------------------------------------------------------------------
 # Report
 
-def report(rollouts: Rollouts, teaches: torch.Tensor, token_weights: list[torch.Tensor],
+def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[torch.Tensor],
            updates: list[Update], group_size: int) -> dict:
-    """The step's metrics, defined in docs/metrics.md. teaches: Batch.teaches()'s result;
-    token_weights: plan_updates()'s.
+    """The step's metrics, defined in docs/metrics.md. has_advantage: Batch.has_advantage()'s;
+    loss_weights: plan_updates()'s.
 
     Most are means over the B rows of all ranks; those that compare log-probs are means over the
     trained tokens. The loss isn't reported, because with centered advantages its value says nothing
@@ -207,10 +207,10 @@ def report(rollouts: Rollouts, teaches: torch.Tensor, token_weights: list[torch.
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
     metrics["sampler_entropy"] = sampler_entropy(graded)
     informative = grpo.informative_groups(column(rows, "reward"), group_size)
-    in_some_update = (sum(token_weights) > 0).any(dim=1)           # (B,)
-    learned = teaches & in_some_update
+    in_some_update = (sum(loss_weights) > 0).any(dim=1)            # (B,)
+    trained_rows = has_advantage & in_some_update
     metrics["informative"] = informative.float().mean().item()
-    metrics["groups"] = int(learned.view(-1, group_size).any(dim=1).sum())
+    metrics["groups"] = int(trained_rows.view(-1, group_size).any(dim=1).sum())
     # Compare learner and sampler in the first update that trained a row, before the policy has
     # moved, and count clipped tokens in the last one, where it has moved most.
     trained = [one for one in updates if one.sums] or updates

@@ -153,7 +153,7 @@ class Objective:
     advantage_scale: str = setting("none", "divisor of the advantages; group: standard deviation "
                                    "of the group's rewards (paper); none: 1 (Dr. GRPO)",
                                    choices=grpo.SCALES)
-    kl_beta: float | None = setting(None, "weight of the KL to the model without its adapter "
+    kl_beta: float | None = setting(None, "coefficient of the KL to the model without its adapter "
                                     "(default: the loss's own, 0)",
                                     "[0, 1e9]")
     overlong: str = setting("keep", "answers cut off at --max-new-tokens; keep: grade them like "

@@ -39,7 +39,7 @@ class Watch:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.skipped = 0                         # steps in a row whose updates were all skipped
-        self.idle = 0                            # steps in a row without a group to learn from
+        self.idle = 0                            # steps in a row with `groups` at 0
         self.warned = False                      # about drift
 
     def see(self, metrics: dict, updates: list) -> None:

@@ -56,10 +56,10 @@ def test_gradient_matches_float64_autograd(both, tiny, shape, monkeypatch):
     model, weights = some_model(case)
     learner = some_learner(model, correction="ppo")
     learner.micro_batch_tokens, learner.kept_layers = 40, 1                      # several, which add up
-    batch, token_weights = some_batch(learner)
+    batch, loss_weights = some_batch(learner)
     want, _, ratios = plain_gradient(case, case.tensors, batch, "dapo", learner.loss)
     assert ((ratios < 1 - learner.loss.clip_low) | (ratios > 1 + learner.loss.clip_high)).any()
-    update = learner.update(batch, token_weights, lr=0.0)
+    update = learner.update(batch, loss_weights, lr=0.0)
     got = {name: piece for part, view in zip(weights.parts, weights.unflatten(weights.master.grad))
            for name, piece in zip(part.names, view.split(part.rows))}
     assert got.keys() == want.keys() == case.tensors.keys()
@@ -92,7 +92,7 @@ def test_sampler_follows_learner_and_saved_model_reloads(tiny, shape, tmp_path):
         drawn = torch.cat([row.logprobs for row in rollouts.rows])
         torch.testing.assert_close(drawn, now, rtol=0, atol=5e-5)         # FP32 in helpers.py
         batch = Batch(rollouts.rows, grpo.group_advantages(torch.arange(8.0), 4, "group"))
-        assert learner.update(batch, grpo.token_weights(rollouts.sampled(), learner.loss, 12), lr=1e-2).grad_norm > 0
+        assert learner.update(batch, grpo.loss_weights(rollouts.sampled(), learner.loss, 12), lr=1e-2).grad_norm > 0
     assert addresses == [t.data_ptr() for t in (weights.working, model.embed, model.layers[0].qkv.weight.tensors[0])]
     assert all(not torch.equal(t, before[name]) for name, t in weights.tensors(weights.master.data))
     assert torch.equal(weights.working, weights.working.bfloat16().float())

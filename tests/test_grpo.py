@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import grpo
-from grpo import LOSSES, LogProbs, add_sums, group_advantages, policy_loss, summarize, token_weights
+from grpo import LOSSES, LogProbs, add_sums, group_advantages, loss_weights, policy_loss, summarize
 
 NAN = float("nan")
 
@@ -105,16 +105,16 @@ def test_minibatches_split_the_groups_in_the_loss():
 
 @pytest.mark.parametrize("loss,want", [("grpo", [1 / 4, 0, 1 / 12]), ("gspo", [1 / 4, 0, 1 / 12]),
                                        ("dapo", [1 / 8, 0, 1 / 8]), ("dr_grpo", [1 / 20, 0, 1 / 20])])
-def test_token_weights_by_hand(loss, want):
+def test_loss_weights_by_hand(loss, want):
     # Rows of 2 and 6 tokens in the loss, with a tool's tokens between them; the row in the middle is not in the loss.
     mask = torch.tensor([[1, 0, 1, 0, 0, 0, 0, 0, 0], [0] * 9, [1, 1, 0, 0, 1, 1, 0, 1, 1]]).bool()
-    got = token_weights(mask, LOSSES[loss], max_new_tokens=10)
+    got = loss_weights(mask, LOSSES[loss], max_new_tokens=10)
     torch.testing.assert_close(got, mask * torch.tensor(want)[:, None])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_weights_without_rows_are_zero_not_nan(loss):
-    assert token_weights(torch.zeros(2, 3, dtype=torch.bool), LOSSES[loss], 10).tolist() == [[0] * 3] * 2
+    assert loss_weights(torch.zeros(2, 3, dtype=torch.bool), LOSSES[loss], 10).tolist() == [[0] * 3] * 2
 
 
 # -- the loss -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def some_batch(learner, noise=0.15):
     """-> a Batch, weights (B, L) that leave out row 5."""
     rollouts = some_rollouts(learner.model, noise)
     rewards = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 2, 1, 3])   # the third group has no advantage
-    weights = grpo.token_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
+    weights = grpo.loss_weights(rollouts.sampled() & (torch.arange(16) != 5)[:, None], learner.loss, LIMIT)
     return Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group")), weights
 
 
@@ -150,7 +150,7 @@ def test_masked_tokens_are_context_only(tiny, loss):
     rollouts = with_tool_tokens(Rollouts(batch.rows))
     batch = Batch(rollouts.rows, batch.advantages)
     mask = rollouts.sampled() & (torch.arange(16) != 5)[:, None]
-    weights = grpo.token_weights(mask, learner.loss, LIMIT)
+    weights = grpo.loss_weights(mask, learner.loss, LIMIT)
     want, _, _ = plain_gradient(tiny["untied"], tensors, batch, loss, learner.loss)
     sums = learner.update(batch, weights, lr=0.0).sums
     assert difference(learner.adapter, {name: want[name] for name in tensors}) < 1e-5

@@ -142,7 +142,7 @@ def step(args: argparse.Namespace) -> Iterator[dict]:
         own = sampler.generate(mine, G, limits, share(range(prompts)))
         rollouts = functools.reduce(operator.add, gather([own]))         # and end this together
         sampled = time.perf_counter()
-        weights = grpo.token_weights(rollouts.sampled(), learner.loss, longest)
+        weights = grpo.loss_weights(rollouts.sampled(), learner.loss, longest)
         done = learner.update(Batch(rollouts.rows, advantages), weights, lr=1e-6)
         assert not done.failure, done.failure
         torch.cuda.synchronize()

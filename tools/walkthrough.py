@@ -170,8 +170,8 @@ loss = grpo.LOSSES["dapo"]
 lengths = torch.tensor([len(completion) for completion in rollouts.completions])
 finished = torch.tensor([row.finished for row in rollouts.rows])
 in_loss = grpo.loss_mask(rollouts.sampled(), reward, finished, mask_overlong=False)
-weights = grpo.token_weights(in_loss, loss, MAX_NEW_TOKENS)      # (rows, tokens of the longest row)
-weight_of_token = weights[in_loss]                               # no answer was cut off
+loss_weights = grpo.loss_weights(in_loss, loss, MAX_NEW_TOKENS)  # (rows, tokens of the longest row)
+loss_weight = loss_weights[in_loss]                              # no answer was cut off
 row_of_token = torch.arange(GROUP_SIZE).repeat_interleave(lengths)
 rollout_logprobs = torch.cat([row.logprobs for row in rollouts.rows])
 
@@ -196,7 +196,7 @@ def show_losses(policy):
     clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
     advantage = advantages[row_of_token]
     objective = torch.min(ratio * advantage, clipped * advantage)
-    losses = -weight_of_token * importance_weight * objective
+    losses = -loss_weight * importance_weight * objective
     print("row  token      rollout       old   policy   IS weight   ratio  advantage     loss")
     for b in (4, 5):
         for t in range(2):
@@ -206,12 +206,12 @@ def show_losses(policy):
                   f"{importance_weight[i]:12.4f}{ratio[i]:8.4f}{advantages[b]:11.2f}"
                   f"{losses[i]:9.4f}")
     same = grpo.LogProbs(policy, rollout_logprobs, old)
-    total, _ = grpo.policy_loss(same, advantages[row_of_token], row_of_token, weight_of_token, loss)
+    total, _ = grpo.policy_loss(same, advantages[row_of_token], row_of_token, loss_weight, loss)
     print(f"sum over all tokens {losses.sum():.4f}, grpo.policy_loss {total:.4f}")
 
 
 title("7. The loss of a token")
-print(f"tokens in all answers {lengths.sum()}, so each weighs {weight_of_token[0]:.2f}\n")
+print(f"tokens in all answers {lengths.sum()}, so each weighs {loss_weight[0]:.2f}\n")
 old = learner_logprobs()
 show_losses(old)
 
@@ -220,7 +220,7 @@ show_losses(old)
 learner = Learner(model, loss)
 batch = Batch(rollouts.rows, advantages)
 start = adapter.master.detach().clone()
-update = learner.update(batch, weights, lr=5e-4)
+update = learner.update(batch, loss_weights, lr=5e-4)
 
 title("8. One update")
 print(f"norm of the gradient {update.grad_norm:.3f}\n")
