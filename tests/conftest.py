@@ -70,6 +70,14 @@ def tiny_nvfp4(tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_nvfp4):
+    import trained_runs
+    with pytest.MonkeyPatch.context() as patch:
+        trained_runs.start_server(patch.setenv)
+    return trained_runs.Runs(tmp_path_factory.mktemp("runs"), tiny_nvfp4)
+
+
 @pytest.fixture(params=["autograd", "by hand"])
 def both(request, monkeypatch):
     """Runs a test twice: as on a CPU, and with the hand-written backward passes of a GPU (fast/backward.py)."""

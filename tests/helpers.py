@@ -10,10 +10,13 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_qwen2 import plain_logits, random_adapter, set_adapter
+from tiny_qwen2 import GROUPS, plain_logits, random_adapter, set_adapter
 
+import nvfp4
+from harness.config import read_settings
 from loading import load
 from lora import attach
+from weights import nvfp4_tensors
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tiny"
@@ -29,6 +32,11 @@ def run_main(monkeypatch, program, *arguments):
         return program.main()
     except SystemExit as stop:
         return stop.code
+
+
+def settings_of(*flags):
+    """train.py's settings."""
+    return read_settings(list(flags))[0]
 
 
 def write_rows(path, rows):
@@ -115,6 +123,21 @@ def with_acting_adapter(model, std=1.0):
 def attach_to_some(model, linears, rank=4):
     """Gives an adapter to only these linears, as a fork may. attach() covers every linear."""
     model.adapter = attach(SimpleNamespace(modules=lambda: linears, dtype=model.dtype), rank)
+
+
+def quantized(case, kept=()):
+    """The checkpoint as compressed-tensors stores it: q, k and v share a global scale, so do gate and up. kept: linears
+    that stay in 16 bits.
+    """
+    tensors = dict(case.tensors)
+    for i in range(case.raw["num_hidden_layers"]):
+        for group in GROUPS:
+            names = [name for name in (f"model.layers.{i}.{target}" for target in group) if name not in kept]
+            weights = [tensors.pop(f"{name}.weight") for name in names]
+            scale = nvfp4.global_scale_for(*weights) if weights else None
+            for name, w in zip(names, weights):
+                tensors |= dict(nvfp4_tensors(name, *nvfp4.quantize(w, scale)))
+    return tensors
 
 
 def tokens_of(case, *shape):

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, settings_of
 
 from files import UserError
 from harness import config
@@ -17,10 +17,6 @@ from harness.config import FIELDS, TINY_DEFAULTS, TINY_MODEL, Settings, option, 
 
 RECIPES = sorted(ROOT.glob("recipes/*.json"))
 NOTES = dict(about={}, memory_plan={}, problems_sha256="0", weights_sha256="0")
-
-
-def settings_of(*flags):
-    return read_settings(list(flags))[0]
 
 
 def write(path, values):

@@ -7,9 +7,8 @@ import json
 
 import pytest
 import torch
-from helpers import TINY, prompt_of, run_main, same_bytes, with_acting_adapter, write_sums
+from helpers import TINY, prompt_of, quantized, run_main, same_bytes, with_acting_adapter, write_sums
 from safetensors.torch import load_file, save_file
-from test_weights import quantized
 from tiny_qwen2 import write_folder
 
 import adapters

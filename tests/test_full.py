@@ -10,13 +10,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import test_learner
-import test_train
 import torch
-from helpers import read_rows
+from helpers import ROOT, read_rows
 from test_learner import ANY_NORM, TEMPERATURE, plain_gradient, some_batch
-from test_train import BY_LENGTH, RESUME, ROOT, kill_in
 from tiny_qwen2 import held_by
+from trained_runs import BY_LENGTH, RESUME, kill_in
 
 import evaluate
 import full
@@ -31,7 +29,6 @@ from sampler import Sampler, Sampling
 from tools import convert
 from weights import Shards
 
-runs = test_train.runs                           # the fixture
 FAMILIES = ["tied", "untied", "qwen3-tied", "qwen3-untied"]
 
 
@@ -49,7 +46,6 @@ def some_learner(model, **changes):
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_gradient_matches_float64_autograd(both, tiny, shape, monkeypatch):
-    monkeypatch.setattr(test_learner, "merged", lambda tensors, leaves, scale: leaves)     # no adapter to merge
     monkeypatch.setattr(model_py, "LOGITS", 7 * 101)                             # several chunks, the last one smaller
     monkeypatch.setattr(backward, "LOGIT_ROWS", 7)
     case = tiny[shape]
@@ -57,7 +53,7 @@ def test_gradient_matches_float64_autograd(both, tiny, shape, monkeypatch):
     learner = some_learner(model, correction="ppo")
     learner.micro_batch_tokens, learner.kept_layers = 40, 1                      # several, which add up
     batch, loss_weights = some_batch(learner)
-    want, _, ratios = plain_gradient(case, case.tensors, batch, "dapo", learner.loss)
+    want, _, ratios = plain_gradient(case, case.tensors, batch, "dapo", learner.loss, lambda _, leaves: leaves)
     assert ((ratios < 1 - learner.loss.clip_low) | (ratios > 1 + learner.loss.clip_high)).any()
     update = learner.update(batch, loss_weights, lr=0.0)
     got = {name: piece for part, view in zip(weights.parts, weights.unflatten(weights.master.grad))
@@ -114,7 +110,7 @@ def test_sampler_follows_learner_and_saved_model_reloads(tiny, shape, tmp_path):
 FLAGS = *"--train full --steps 5 --save-every 2 --max-new-tokens 12 --overlong keep --temperature 2".split(), *BY_LENGTH
 
 
-def test_killed_run_resumes_bit_for_bit_and_evaluates(runs, monkeypatch, tmp_path):  # noqa: F811
+def test_killed_run_resumes_bit_for_bit_and_evaluates(runs, monkeypatch, tmp_path):
     tiny = ROOT / "tiny"
     runs.run("full", *FLAGS, model=tiny)
     kills = {"in step 2": ("harness.folder", "append_lines", 5, False),

@@ -55,19 +55,23 @@ def some_batch(learner, noise=0.15):
     return Batch(rollouts.rows, grpo.group_advantages(rewards, 4, "group")), weights
 
 
-def plain_gradient(case, tensors, batch, name, loss):
+def with_adapter(case, leaves):
+    return merged(case.tensors, leaves, ALPHA / RANK)
+
+
+def plain_gradient(case, tensors, batch, name, loss, weights_of=with_adapter):
     """The textbook objectives, row by row through a plain float64 model; row 5 is left out.
 
     -> the gradients of A and B by PEFT's names, the loss, every ratio policy / old. The divisors do not come from grpo:
     grpo takes the mean over a row's tokens, then over rows; dapo takes it over all tokens; dr_grpo divides by rows x
     limit; gspo is grpo with one ratio per row.
 
-    name: a loss in grpo.LOSSES. A new one fails here until `divisor` has an entry for it and, if its formula differs,
-    the objective has a branch.
+    weights_of: (case, tensors) -> the model's weights. name: a loss in grpo.LOSSES. A new one fails here until `divisor`
+    has an entry for it and, if its formula differs, the objective has a branch.
     """
     rows, advantages = batch.rows, batch.advantages
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}
-    weights = merged(case.tensors, leaves, ALPHA / RANK)
+    weights = weights_of(case, leaves)
     reference = {name: t.double() for name, t in case.tensors.items()}
     kept = [b for b in range(len(rows)) if b != 5 and rows[b].mask.any()]
     tokens = sum(int(rows[b].mask.sum()) for b in kept)

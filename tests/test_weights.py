@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from helpers import FP32, ROOT, edit, plain, tokens_of
+from helpers import FP32, ROOT, edit, plain, quantized, tokens_of
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import GROUPS, LLAMA3, SHAPES, TARGETS, write_folder
 
@@ -20,22 +20,7 @@ import nvfp4
 from files import UserError
 from loading import load, model_tensors
 from model import ModelConfig
-from weights import NVFP4_CONFIG, ModelFolder, hub_id, in_16_bits, nvfp4_tensors, read_config, resolve, save_model
-
-
-def quantized(case, kept=()):
-    """The checkpoint as compressed-tensors stores it: q, k and v share a global scale, so do gate and up. kept: linears
-    that stay in 16 bits.
-    """
-    tensors = dict(case.tensors)
-    for i in range(case.raw["num_hidden_layers"]):
-        for group in GROUPS:
-            names = [name for name in (f"model.layers.{i}.{target}" for target in group) if name not in kept]
-            weights = [tensors.pop(f"{name}.weight") for name in names]
-            scale = nvfp4.global_scale_for(*weights) if weights else None
-            for name, w in zip(names, weights):
-                tensors |= dict(nvfp4_tensors(name, *nvfp4.quantize(w, scale)))
-    return tensors
+from weights import NVFP4_CONFIG, ModelFolder, hub_id, in_16_bits, read_config, resolve, save_model
 
 
 def write_nvfp4(case, out, kept=()):
