@@ -1,6 +1,7 @@
 """
 Chat templates and token ids, against Qwen's own templates and the tokenizer's parsing of the whole text; problems.
-make_chat_reference.py wrote what Qwen's templates produce to chat_reference.json.
+chat_reference.json has conversations, the SHA-256 of Qwen's templates as trl 1.16.0 and unsloth 2026.10.9 ship them
+(qwen2_5, qwen3, qwen3_instruct_2507; qwen3_thinking_template), and what jinja2 makes of the two.
 
 python -m pytest tests/test_prompts.py -v
 """
