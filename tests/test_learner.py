@@ -66,8 +66,8 @@ def plain_gradient(case, tensors, batch, name, loss, weights_of=with_adapter):
     grpo takes the mean over a row's tokens, then over rows; dapo takes it over all tokens; dr_grpo divides by rows x
     limit; gspo is grpo with one ratio per row.
 
-    weights_of: (case, tensors) -> the model's weights. name: a loss in grpo.LOSSES. A new one fails here until `divisor`
-    has an entry for it and, if its formula differs, the objective has a branch.
+    weights_of: (case, tensors) -> the model's weights. name: a loss in grpo.LOSSES. A new one fails here until
+    `divisor` has an entry for it and, if its formula differs, the objective has a branch.
     """
     rows, advantages = batch.rows, batch.advantages
     leaves = {name: t.double().requires_grad_() for name, t in tensors.items()}

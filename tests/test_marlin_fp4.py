@@ -21,22 +21,18 @@ hopper = pytest.mark.skipif(not (torch.cuda.is_available() and capability(torch.
                             reason="needs a Hopper GPU")
 
 
-def portable_in_99_kib(*arguments, **options):
-    """portable_matmul as on a GPU with 99 KiB of shared memory per program."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(marlin_fp4, "shared_memory_kib", lambda sm: 99)
-        return portable_matmul(*arguments, **options)
+def portable_with(name, value):
+    """portable_matmul as on a GPU for which this function of marlin_fp4 gives this value."""
+    def matmul(*arguments, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(marlin_fp4, name, lambda _: value)
+            return portable_matmul(*arguments, **options)
+    return matmul
 
 
-def portable_of_sm_80(*arguments, **options):
-    """portable_matmul as on an A100 or B200: with mma.sync even where Hopper would use wgmma."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(marlin_fp4, "capability", lambda device: (8, 0))
-        return portable_matmul(*arguments, **options)
-
-
+# 99 KiB of shared memory per program; an A100 or B200, with mma.sync even where Hopper would use wgmma.
 ours = pytest.mark.parametrize("matmul", [pytest.param(hopper_matmul, marks=hopper), portable_matmul,
-                                          portable_in_99_kib, portable_of_sm_80],
+                                          portable_with("shared_memory_kib", 99), portable_with("capability", (8, 0))],
                                ids=["hopper", "portable", "portable_99", "portable_sm_80"])
 GRID = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 

@@ -1,8 +1,8 @@
 """
 NVFP4 against numbers by hand and against compressed-tensors, a frozen weight against float64.
 
-nvfp4_reference.safetensors has weights w, some with ties, saturation, both zeros or underflow, an `inverse` global scale,
-and what compressed-tensors 0.20.0 makes of both: NVFP4PackedCompressor with the scales of calculate_qparams, NVFP4A16.
+nvfp4_reference.safetensors has weights w, some with ties, saturation, both zeros or underflow, an `inverse` global
+scale, and what compressed-tensors 0.20.0 makes of both: NVFP4PackedCompressor with calculate_qparams and NVFP4A16.
 
 python -m pytest tests/test_nvfp4.py -v
 """

@@ -110,7 +110,10 @@ def test_wrong_rank_is_one_line(tmp_path, name, value):
         (["--adapter", "nowhere"], "nowhere/adapter_config.json"), (["--thinking", "on"], "--thinking"),
         (["--max-new-tokens", "0"], "--max-new-tokens"), (["--temperature", "nan"], "--temperature"),
         (["--prompt-style", "odd"], "--prompt-style"), (["--question", "1+" * 2000], "no room"))),
-    (["tools/convert.py", "nvfp4", "folder", "out"], "folder/config.json")])
+    (["tools/convert.py", "merge", "folder", "out"], "folder is not a run folder"),
+    *((["tools/convert.py", "nvfp4", *more.split()], named) for more, named in (
+        ("folder out", "folder/config.json"), ("nowhere out", "nowhere"), (f"{TINY} taken", "taken"),
+        (f"{TINY} out --calibrate 1", "--calibrate"), (f"{TINY} out --calibrate 4 --data none", "data none")))])
 def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, argv, named):
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken").mkdir()

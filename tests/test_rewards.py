@@ -80,15 +80,6 @@ def test_words_that_are_no_unit():
         assert grade(f"\\boxed{{5 \\text{{ {word} them }}}}".replace("|", " "), "5").correct == 0, word
 
 
-def test_denied_boxes():
-    for end in "answer solution correct right valid true possible it".split():
-        assert grade(f"\\boxed{{5}} is not {end}", "5").correct == 0, end
-    for end in "wrong incorrect false invalid impossible".split():
-        assert grade(f"\\boxed{{5}}, which was {end}", "5").correct == 0, end
-    for word in ("not", "never", "cannot be", "neither", "nor", "isn't", r"\\ne", "≠"):
-        assert grade(f"It is {word} \\boxed{{5}}", "5").correct == 0, word
-
-
 def test_hedged_choices_are_not_answers():
     for text in ("The answer is B or C, both work", "The answer is (B) or (C), both work",
                  "The answer is B, C, and D as shown", "The answer is not B", "The answer is not (B) I think"):
@@ -98,15 +89,7 @@ def test_hedged_choices_are_not_answers():
         assert grade(r"\boxed{\textbf{(B)}\ 5}", r"\text{(B)}", question).correct == verdict
 
 
-@pytest.mark.parametrize("text,gold", [
-    (r"\boxed{7。}", "7"), (r"\boxed{72 \text{ (clips)}}", "72"), ("The answer is 20 m.", "20"),
-    (r"\boxed{20\,\mathrm{g}}", "20"),
-    ("The answer is 5 apples.", "5"), ("It is not 4, so the answer is 5.", "5"), ("The answer is **5**.", "5"),
-    ("The answer is 5 km per hour.", "5"), (r"It is not 4, so the answer is \boxed{5}.", "5"),
-    (r"That is not what we want. Hence \boxed{5}.", "5"), (r"$\boxed{5}$, which is not a palindrome.", "5"),
-    (r"Since \boxed{5} is not divisible by 3, we stop.", "5"), (r"It is not \boxed{4} but \boxed{5}.", "5"),
-    ("... #### 1,234", "1234"), ("The answer is $1,234.00.", "1234"), ("Answer: 1,234 dollars", "1234"),
-    ("<answer>1234.0</answer>", "1234"), (r"\boxed{1{,}234 \text{ dollars}}", "1234")])
+@pytest.mark.parametrize("text,gold", pairs("found beside hedges and units"))
 def test_answers_are_found_beside_hedges_and_units(text, gold):
     assert grade(marked(text), gold).correct == 1
 
