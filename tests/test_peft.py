@@ -17,14 +17,7 @@ from helpers import FP32, MODEL_CHANGES, adapted, attach_to_some, run_main, with
 from safetensors.torch import load_file, save_file
 
 import evaluate
-from adapters import (
-    TRAINED_WITH,
-    compare_conditions,
-    conditions_in,
-    load_adapter,
-    save_adapter,
-    training_conditions,
-)
+from adapters import TRAINED_WITH, compare_conditions, conditions_in, load_adapter, save_adapter, training_conditions
 from files import UserError, write_json
 from harness.setup import open_model
 from loading import load

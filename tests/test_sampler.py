@@ -13,14 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import FP32
-from tiny_qwen2 import held_by, merged, plain_logits, random_adapter, set_adapter
+from helpers import FP32, adapted
+from tiny_qwen2 import held_by, merged, plain_logits
 
 import sampler as sampler_py
 from aqn import noisy_norms
 from files import Stopped, UserError
 from loading import load
-from lora import attach
 from sampler import Rollouts, Row, Sampler, Sampling, TorchEngine, filter_logits, row_key, uniforms
 from scheduler import KV_BLOCK, Scheduler
 
@@ -82,9 +81,7 @@ def test_greedy_tokens_match_full_forwards(tiny, policy, shape, engine):
     case = tiny[shape]
     model, tensors = load(case.folder, base="bf16", device="cpu"), dict(case.tensors)
     if policy == "adapter":
-        adapter = random_adapter(case.raw, 4, seed=2)
-        attach(model, rank=4, alpha=6)
-        set_adapter(model, adapter)
+        model, adapter = adapted(case, rank=4, alpha=6)
         tensors = merged(case.tensors, adapter, 6 / 4)
     with noisy_norms(model, 0.1 if policy == "noise" else 0.0, seed=1, step=3):
         for i, layer in enumerate(model.layers):
