@@ -20,6 +20,7 @@ from weights import nvfp4_tensors
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tiny"
+HERE = ROOT / "tests"
 # For logits, which reach 12. A sum of up to 192 fp32 terms is off by sqrt(192) * 2^-24 = 8e-7 of its size, and 20 such
 # sums in a row by 4e-5 if the errors add as noise. In practice: 1e-5.
 FP32 = 5e-5

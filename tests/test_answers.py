@@ -4,19 +4,16 @@ answers of MATH, GSM8K, AMC, AIME, OlympiadBench and DeepMath, chosen for variet
 
 python -m pytest tests/test_answers.py -q
 """
-import json
 import random
 import time
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
+from fuzz_rewards import GOLDS
 from helpers import ANSWERS, pairs
 
 from grader.answers import MAX_WORK, can_read, is_equal
 from rewards import extract
-
-GOLDS = json.loads((Path(__file__).parent / "golds.json").read_text())
 
 
 def boxed(answer):

@@ -4,14 +4,13 @@ Unsupported hardware is rejected with a one-line error.
 python -m pytest tests/test_device.py -v
 """
 import importlib.util
-import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT, read_rows
 from tiny_qwen2 import config_json, random_tensors, write_folder
 
 import calibrate
@@ -23,7 +22,6 @@ from loading import load
 from sampler import TorchEngine
 from weights import ModelFolder
 
-ROOT = Path(__file__).parent.parent
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares kernels with plain torch on a GPU")
 
 
@@ -76,7 +74,7 @@ def test_plain_kernels_train_like_the_others(tmp_path):
         out = tmp_path / kernels
         subprocess.run([sys.executable, ROOT / "train.py", "--device", "cuda", "--kernels", kernels, "--steps", "3",
                         "--memory-gib", "9", "--eval-problems", "32", "--calibrate", "0", "--out", out], check=True)
-        logs.append([json.loads(line) for line in open(out / "metrics.jsonl")])
+        logs.append(read_rows(out / "metrics.jsonl"))
     for plain, fast in zip(*logs, strict=True):
         assert plain["rollout_logp_diff"] < 0.02 and fast["rollout_logp_diff"] < 0.02
         assert plain["reward"] == pytest.approx(fast["reward"], abs=0.05)

@@ -7,7 +7,8 @@ import runpy
 import sys
 
 import pytest
-from test_house import PROGRAMS, ROOT, module, tracked
+from helpers import ROOT
+from test_house import PROGRAMS, module, tracked
 
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
         for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("study/*.md")]}

@@ -10,10 +10,9 @@ import inspect
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from helpers import write_sums
+from helpers import ROOT, write_sums
 
 import attention
 import full
@@ -22,7 +21,6 @@ import model
 import ops
 from fast import backward
 
-ROOT = Path(__file__).parent.parent
 # The layers: a module may import its own row and the rows above it. Any other module belongs to METHOD, or, if it has
 # an `if __name__ == "__main__"`, is a program, which may import everything.
 ROWS = [["env", "files", "ranks", "hub"], ["grader"], ["tasks"], ["METHOD", "weights", "prompts"], ["fast"],

@@ -4,11 +4,10 @@ transformers (make_reference.py). test_learner.py tests log-probs and gradients,
 
 python -m pytest tests/test_model.py -v
 """
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import FP32, plain, tokens_of
+from helpers import FP32, HERE, plain, tokens_of
 from safetensors.torch import load_file
 from tiny_qwen2 import SHAPES
 
@@ -16,7 +15,7 @@ import lora
 from loading import load
 from model import RMSNorm, split_qkv
 
-REFERENCE = load_file(Path(__file__).parent / "qwen2_reference.safetensors")
+REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

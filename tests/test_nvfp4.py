@@ -6,17 +6,16 @@ scale, and what compressed-tensors 0.20.0 makes of both: NVFP4PackedCompressor w
 
 python -m pytest tests/test_nvfp4.py -v
 """
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import same_bytes
+from helpers import HERE, same_bytes
 from safetensors.torch import load_file
 
 import nvfp4
 from nvfp4 import dequantize, freeze, fuse, global_scale_for, quantize
 
-REFERENCE = load_file(Path(__file__).parent / "nvfp4_reference.safetensors")
+REFERENCE = load_file(HERE / "nvfp4_reference.safetensors")
 CASES = sorted({name.split(".")[0] for name in REFERENCE})
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU")
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FP32, MODEL_CHANGES, adapted, attach_to_some, run_main, with_acting_adapter
+from helpers import FP32, HERE, MODEL_CHANGES, adapted, attach_to_some, run_main, with_acting_adapter
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -26,7 +26,6 @@ from prompts import Tokenizer
 from tools import chat, convert
 from weights import ModelFolder
 
-HERE = Path(__file__).parent
 REFERENCE = load_file(HERE / "qwen2_reference.safetensors")
 
 

@@ -7,13 +7,12 @@ python -m pytest tests/test_sampler.py -v
 import os
 import random
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import FP32, adapted
+from helpers import FP32, TINY, adapted
 from tiny_qwen2 import held_by, merged, plain_logits
 
 import sampler as sampler_py
@@ -143,7 +142,7 @@ def test_preemption_and_batching_change_no_token(tiny):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks for a GPU's memory")
 def test_default_pool_takes_half_of_the_process_limit():
-    model = load(Path(__file__).parent.parent / "tiny", "nvfp4", "cuda")
+    model = load(TINY, "nvfp4", "cuda")
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
