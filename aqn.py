@@ -14,7 +14,7 @@ Despite its name AQN isn't adaptive: sigma follows a fixed schedule. It is 0 in 
 stages, when rounding to 4 bits is noise enough, and then falls from sigma_start to just above
 sigma_end.
 
-Only rollouts are noisy. Learner and evaluation aren't, and grpo.py corrects for the difference.
+Only rollouts are noisy. The learner and evaluations aren't; grpo.py corrects for the difference.
 
 Not here: noise in the learner, noise in proportion to each weight, one z per answer
 (docs/forking.md), a sigma controlled by a target KL divergence.
@@ -66,7 +66,8 @@ def sigma_at(step: int, total_steps: int, sigma_start: float, sigma_end: float, 
 
 
 def draw_z(seed: int, step: int, layer: int, which: int, size: int) -> torch.Tensor:
-    """One norm's z: (size,) fp32, standard normal. which: 0 before attention, 1 before the MLP.
+    """The z of one norm: (size,) fp32, standard normal. which: 0 before attention, 1 before the
+    MLP.
 
     It depends only on these arguments, not on device, rank or earlier draws, so all ranks sample
     from one policy and a resumed run draws the same noise as an uninterrupted one.

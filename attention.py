@@ -53,7 +53,7 @@ class Layout:
 
 
 def lay_out(rows: list[list[int]], starts: list[int]) -> Layout:
-    """Pack rows of ids, each a prompt and a completion, so that equal prompts are computed once.
+    """Packs rows of ids, each a prompt and a completion, so that equal prompts are computed once.
 
     starts[i]: where row i's completion begins, at least 1. Adjacent rows with equal prompts become
     a prefix with suffixes; equal prompts that aren't adjacent are computed twice. A row whose
@@ -122,8 +122,8 @@ class PackedAttention:
 
 @replaced_on_gpu
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, pack: PackedAttention) -> Tensor:
-    """PackedAttention.__call__: piece by piece, a prefix over itself, a suffix over its prefix and
-    itself.
+    """PackedAttention.__call__, piece by piece: a prefix attends to itself, a suffix to its prefix
+    and itself.
     """
     lengths = [*pack.prefixes, *chain(*pack.suffixes)]
     queries, keys, values = (t.split(lengths) for t in (q, k, v))
@@ -137,7 +137,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, pack: PackedAttention) -> Ten
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of a sequence's last tokens, q (T, H, d), to its keys and values up to themselves,
+    """Causal attention of the last T tokens of a sequence, q (T, H, d), to all of its S tokens,
     k and v (S, KV, d) -> (T, H, d).
     """
     if not len(q):

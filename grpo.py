@@ -29,7 +29,7 @@ Three policies give each token a probability:
     objective = min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
     loss      = -sum over the tokens of loss weight * importance weight * objective
 
-By default a training step makes one update (optimizer step). Policy and old are then identical, so
+By default a training step makes one update (optimizer step). The old policy is then the policy, so
 the ratio is 1, nothing is clipped, and the gradient is that of
 
     loss      = -sum over the tokens of loss weight * importance weight * advantage * log policy
@@ -43,8 +43,8 @@ the whole update and is known before the first backward pass, so the gradients o
 ranks simply add up.
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
-divisor, the clip, whether the ratio is per token or per row (each an entry in LOSSES), and in what
-flags set: the advantages' scale and the KL term.
+divisor, the clip, and whether the ratio is per token or per row; each has an entry in LOSSES. They
+also differ in the scale of the advantages and the KL term, which flags set.
 docs/walkthrough.md (section 7) explains why there are two ratios where PPO has one.
 
 Not here: a critic and an entropy bonus (QeRL uses neither), a penalty for long answers

@@ -36,16 +36,16 @@ class Batch:
     """The answers of one training step, shared by all updates on them."""
     rows: list[Row]                              # B of them
     advantages: Tensor                           # (B,) fp32
-    # For a process reward: what to add to the advantage of each of a row's tokens, one tensor
-    # (completion tokens,) fp32 per row. None: nothing.
+    # For a process reward: one tensor (completion tokens,) fp32 per row, which is added to the
+    # advantages of its tokens. None adds nothing.
     token_advantages: list[Tensor] | None = None
-    # Row number -> old log-probs (grpo.py), (completion tokens,) fp32, on the model's device, for
-    # the rows that this rank trains on. Filled by compute_old_logprobs().
+    # The old log-probs (grpo.py) of the rows that this rank trains on, by row number:
+    # (completion tokens,) fp32, on the model's device. compute_old_logprobs() fills it.
     old: dict[int, Tensor] = field(default_factory=dict)
     updated: bool = False                        # whether an update has moved the policy
 
     def has_advantage(self) -> Tensor:
-        """Which rows have a token with an advantage: (B,) bool."""
+        """(B,) bool: True for rows with a token whose advantage isn't 0."""
         rows = self.advantages != 0
         if self.token_advantages:
             rows = rows | torch.tensor([bool(tokens.any()) for tokens in self.token_advantages])
@@ -186,10 +186,11 @@ class Learner:
 
     @torch.no_grad()
     def compute_old_logprobs(self, batch: Batch, loss_weights: list[Tensor]) -> None:
-        """Fills batch.old, with a forward pass. Needed before the first of several updates: later
-        ones divide by the policy as it was here. (In a single update, old and policy are equal.)
+        """Fills batch.old with a forward pass. Call it before the first of several updates, because
+        the later ones need the policy as it was then. (In a single update, the old policy equals
+        the policy.)
 
-        loss_weights: those of the updates, each row in one of them.
+        loss_weights: those of one pass over the batch, in which each row is in a single update.
         """
         if not self.loss.needs_old:
             return
@@ -200,12 +201,12 @@ class Learner:
                 batch.old.update(zip(indices, old.split(lengths)))
 
     def _only_rounding(self, batch: Batch, loss_weights: Tensor, sums: dict[str, Tensor]) -> bool:
-        """Whether nothing but rounding is left in an update's gradient, with a KL term: no token
-        has an advantage, and the policy is still the reference (B is 0, or the mean KL below 1e-8).
+        """True if a KL-only gradient is rounding noise: no token has an advantage, and the policy
+        is still the reference (B is 0, or the mean KL is below 1e-8).
         """
-        # The gradient's size doesn't show it: A's genuine gradients can be as small as 1e-8. Nor
-        # does the KL alone: with B at 0, a GPU still rounds policy and reference differently, by
-        # up to 1e-4.
+        # The size of the gradient doesn't show it, because genuine gradients of A can be as small
+        # as 1e-8. Nor does the KL alone: with B at 0, a GPU still rounds the policy and the
+        # reference differently, by up to 1e-4.
         if not self.loss.needs_reference:
             return False
         has_advantage = batch.has_advantage() & (loss_weights > 0).any(dim=1)
@@ -215,8 +216,8 @@ class Learner:
 
     def _trained(self, batch: Batch, loss_weights: Tensor) -> list[int]:
         """The indices of the rows that an update trains on."""
-        # At advantage 0 only a KL term has a gradient; without one the row is skipped, but it still
-        # counts in the divisor.
+        # At an advantage of 0 only a KL term has a gradient. Without one the row is skipped, but it
+        # still counts in the divisor.
         has_gradient = batch.has_advantage() | self.loss.needs_reference
         return torch.nonzero((loss_weights > 0).any(dim=1) & has_gradient)[:, 0].tolist()
 
@@ -260,8 +261,8 @@ class Learner:
             with torch.no_grad(), self.adapter.off():
                 reference, _ = self.model.token_logprobs(tokens, starts, self.temperature)
         rollout = torch.cat([row.logprobs for row in rows]).to(policy.device)
-        # A rank has only its own rows' old log-probs. That's enough, because every epoch deals the
-        # same rows to the same ranks.
+        # A rank has old log-probs only for its own rows. That's enough, because every epoch deals
+        # the same rows to the same ranks.
         assert batch.old or not (batch.updated and self.loss.needs_old), "no old log-probs"
         old = torch.cat([batch.old[b] for b in indices]) if batch.old else policy.detach()
         return grpo.LogProbs(policy, rollout, old, reference), entropy
@@ -339,8 +340,8 @@ MICRO_BATCHES_PER_RANK = 4
 
 def share_of_rank(prompts: Sequence, completions: Sequence, token_budget: int, rank: int,
                   ranks: int) -> list[MicroBatch]:
-    """One rank's share of the full batch's micro_batches(), dealt out largest first, each to the
-    rank with the fewest tokens so far.
+    """One rank's share of the micro_batches() of the full batch. They are dealt out largest first,
+    each to the rank with the fewest tokens so far.
 
     Every rank packs the full batch. If each packed only its own rows, micro-batches would depend on
     the number of GPUs, and bf16 rounds differently in a different micro-batch. (With many ranks and

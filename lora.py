@@ -15,8 +15,8 @@ W. Every part has its own A and B. `a` stacks the parts' A, `b` has one row per 
 
 One flat buffer. All A and all B are views into one fp32 vector, `master`, and their gradients are
 views into another, so the optimizer, the sum over GPUs and checkpoints handle a single tensor.
-Sampler and learner compute with copies in the model's dtype (bf16 on a GPU), `working_a` and
-`working_b` = s * b, which sync() rewrites in place, because CUDA graphs have captured their
+The sampler and the learner compute with copies in the model's dtype (bf16 on a GPU), `working_a`
+and `working_b` = s * b. sync() rewrites them in place, because CUDA graphs have captured their
 addresses.
 
 GPU versions: fast/backward.py for the learner (one product), launch_matmul() in fast/decode.py for
@@ -82,9 +82,9 @@ class Linear(torch.nn.Module):
 
 @replaced_on_gpu
 def linear(x: Tensor, layer: Linear) -> Tensor:
-    """y = x @ W.T + (x @ A.T) @ (s * B).T, part by part; Linear.forward.
+    """Linear.forward: y = x @ W.T + (x @ A.T) @ (s * B).T, part by part.
 
-    x @ A.T is rounded to the dtype of x, as the sampler's kernels do.
+    x @ A.T is rounded to the dtype of x, as in the sampler's kernels.
     """
     y = mm_fp32(x, layer.matrix().T)
     if not layer.rank:
@@ -104,7 +104,7 @@ class Adapter:
     """All trained parameters in one flat fp32 vector; attach() makes one for a model.
 
     master           all A, then all B; fp32; its .grad has the same layout
-    working          the copies in `dtype` that sampler and learner compute with; same layout
+    working          the copies in `dtype` that the sampler and the learner use; same layout
 
         |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |
         0                                  b_start
@@ -141,10 +141,10 @@ class Adapter:
 
     @torch.no_grad()
     def sync(self, master: Tensor | None = None) -> None:
-        """Rewrite the working copies from master, in place: A unchanged, B times alpha / rank.
+        """Rewrites the working copies from master, in place: A unchanged, B times alpha / rank.
 
-        master: another vector with its layout, to sample, evaluate or export with instead (older
-        weights, an average), until the next sync().
+        master: another parameter vector (older weights, an average) to sample, train and evaluate
+        with instead, until the next sync().
         """
         master = self.master if master is None else master
         self.working[:self.b_start] = master[:self.b_start]
@@ -170,7 +170,7 @@ class Adapter:
 
 
 def attach(model: torch.nn.Module, rank: int = 32, alpha: float = 32, seed: int = 0) -> Adapter:
-    """Give every Linear of a model its A and B, as model.adapter.
+    """Gives every Linear of a model its A and B, as model.adapter.
 
     Any previous adapter is dropped. An existing Sampler uses the new one; an existing Learner
     doesn't, so make another. A starts uniform in +-1/sqrt(K), as in PEFT, drawn from `seed`. B

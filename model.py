@@ -93,11 +93,11 @@ def scaled_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tu
 def split_qkv(y: Tensor, rstd: Tensor, bias: Tensor | None, gains: Tensor | None, eps: float,
               cos: Tensor, sin: Tensor, kv_heads: int,
               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention's inputs from the qkv linear's result. The order: times 1/rms, plus bias, norms of
-    q's and k's heads, rotary embedding, rounding to dtype.
+    """Turns the result of the qkv linear into attention's inputs: multiplies by 1/rms, adds the
+    bias, norms the heads of q and k, applies the rotary embedding, and rounds to dtype.
 
     y (T, N) with N = (H + 2 KV) * d, rstd = 1/rms (T, 1), bias (N,), gains (2, d): the weights of
-    q's norm and of k's; cos and sin (T, 1, d/2) from rope_table; all fp32. bias and gains are None
+    the norms of q and k; cos and sin (T, 1, d/2) from rope_table; all fp32. bias and gains are None
     in models without them. -> q (T, H, d), k and v (T, KV, d) in dtype.
     """
     y = y * rstd
@@ -119,10 +119,10 @@ def head_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: rotate each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
+    """Rotary embedding: rotates each pair of numbers (i, i + d/2) of x (T, heads, d) by its angle.
 
-    cos and sin (T, 1, d/2): of each token's d/2 angles, the same for all heads. Files in Hugging
-    Face's layout pair i with i + d/2; others pair neighbors.
+    cos and sin (T, 1, d/2): of the d/2 angles of each token, the same for all heads. Files in
+    Hugging Face's layout pair i with i + d/2; others pair neighbors.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -200,7 +200,7 @@ def token_logprobs(x: Tensor, scale: Tensor, head: Tensor, targets: Tensor,
 # The network
 
 class RMSNorm(torch.nn.Module):
-    """A norm as its two factors (see the top of this file), with AQN's noise added to its weight.
+    """A norm as two factors (see the top of this file), with AQN's noise added to its weight.
 
     noise (D,) is zero except within aqn.noisy_norms.
     """

@@ -38,11 +38,11 @@ Each block keeps the scale with the smallest squared error. A smaller scale can 
 the largest weight but may fit the other 15 better. With only the usual scale (offset 0), codes and
 scales equal those of compressed-tensors.
 
-Our global scale is a power of two, so learner and sampler use the same W, bit for bit. A code has 2
-significant bits and a block scale 4, so their product is exact in bf16, and it doesn't matter that
-the learner rounds W to bf16 or that the sampler multiplies by global_scale last. (Other quantizers'
-global scales usually aren't powers of two; the learner's W is then rounded.) q, k and v share a
-global scale, and so do gate and up, because inference engines fuse them.
+Our global scale is a power of two, so the learner and the sampler use the same W, bit for bit. A
+code has 2 significant bits and a block scale 4, so their product is exact in bf16, and it doesn't
+matter that the learner rounds W to bf16 or that the sampler multiplies by global_scale last. (Other
+quantizers rarely use powers of two; the learner's W is then rounded.) q, k and v share a global
+scale, and so do gate and up, because inference engines fuse them.
 
 Not here: codes that compensate for each other's errors (calibrate.py), 4-bit activations.
 """
@@ -100,8 +100,8 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
     """(N, K) -> packed uint8 (N, K // 2), block_scale e4m3 (N, K // 16), global_scale ().
 
     The usual block scale is the block's largest |w| / 6, rounded to the dtype of w as in
-    compressed-tensors. offsets: the E4M3 codes to try, counted from its code. importance (K,): how
-    much each input channel's squared error counts; None: all equally. global_scale: None means
+    compressed-tensors. offsets: the E4M3 codes to try, counted from that one. importance (K,): how
+    much the squared error of each input channel counts; None: all equally. global_scale: None means
     global_scale_for(w). UserError if K is not a multiple of 16 or, without a global_scale, a weight
     is not finite.
     """
@@ -137,7 +137,7 @@ def quantize(w: Tensor, global_scale: Tensor | None = None, importance: Tensor |
 def e4m3_codes(scale: Tensor, inverse: Tensor) -> Tensor:
     """The int16 E4M3 codes nearest to scale * inverse, where inverse = 1 / global_scale.
 
-    code + 1 is the next larger number. 0 becomes 0.125, so no block scale is 0.
+    code + 1 stands for the next larger number. A scale of 0 becomes 0.125, so none is 0.
     """
     scale = (scale.float() * inverse).clamp(max=448)              # not every cast saturates
     code = scale.to(torch.float8_e4m3fn).view(torch.uint8).short()
@@ -231,7 +231,7 @@ class Weight:
 
 
 def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
-    """Quantize the matrices (N_i, K) of a fused linear, such as [q, k, v], to one Weight (sum of
+    """Quantizes the matrices (N_i, K) of a fused linear, such as [q, k, v], to one Weight (sum of
     N_i, K) in the format `base`.
     """
     if base == "bf16":
@@ -244,10 +244,10 @@ def freeze(weights: list[Tensor], base: str, dtype: torch.dtype) -> Weight:
 
 
 def fuse(parts: list[tuple[Tensor, Tensor, Tensor]], dtype: torch.dtype) -> Weight:
-    """Concatenate NVFP4 matrices along N into one Weight; on a GPU, a marlin_fp4.PackedWeight.
+    """Concatenates NVFP4 matrices along N into one Weight; on a GPU, a marlin_fp4.PackedWeight.
 
-    parts: quantize()'s three tensors for each matrix. The global scale becomes (N,), because
-    another program may have given each matrix its own.
+    parts: for each matrix, the three tensors that quantize() returns. The global scale becomes
+    (N,), because another program may have given each matrix its own.
     """
     packed = torch.cat([part[0] for part in parts])
     block_scale = torch.cat([part[1] for part in parts])

@@ -1,6 +1,6 @@
 """
-Matrix products with fp32 sums, a decorator that swaps in a GPU's version of a function, and trained
-tensors that are computed with in rounded form.
+Matrix products with fp32 sums, a decorator that swaps in a GPU's version of a function, and a
+straight-through rounding op.
 
 Plain first. Every function of the method is complete in plain torch, and autograd computes its
 gradients. That version is the reference, and it's what runs on a CPU. Some are marked:
@@ -65,8 +65,8 @@ def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a (M, K) @ b (K, N) of equal dtype -> (M, N) fp32, written into `out` if that is given.
 
     GPUs sum products of 16-bit inputs in fp32 anyway; this just skips rounding the sums to 16 bits
-    afterwards. Sampler and learner sum in different orders, and that rounding would turn last-bit
-    differences into full 16-bit steps (see the top of model.py).
+    afterwards. The sampler and the learner sum in different orders, and that rounding would turn
+    differences in the last bit into full 16-bit steps (see the top of model.py).
     """
     assert a.dtype == b.dtype, f"{a.dtype} @ {b.dtype}"          # a GPU refuses, a CPU wouldn't
     differentiable = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
@@ -76,11 +76,11 @@ def mm_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 class Rounded(torch.autograd.Function):
-    """Rounded.apply(exact, copy) -> copy, the rounded values of a trained tensor `exact`, which
-    gets the gradient as if nothing had been rounded (a straight-through estimator).
+    """A straight-through estimator: Rounded.apply(exact, copy) returns `copy`, the rounded values
+    of the trained tensor `exact`, which gets the gradient as if nothing had been rounded.
     """
-    # Computing with the copy rather than rounding here: the sampler uses it too, so the two agree,
-    # and a forgotten sync() shows on a CPU.
+    # It takes the copy instead of rounding here, because the sampler uses the copy too. So the two
+    # agree, and a forgotten sync() shows on a CPU.
 
     @staticmethod
     def forward(ctx, exact, copy):

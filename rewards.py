@@ -17,7 +17,7 @@ Only the first turn counts, after its last </think>. Everything in the box, tag 
 of the answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" aren't. The
 right value alone may earn nothing, for example if arithmetic is left undone (grader/forms.py).
 
-It takes time linear in the length of the text, so there's no time limit.
+Grading takes time linear in the length of the text, so there's no time limit.
 """
 import math
 import re

@@ -1,6 +1,6 @@
 """
-The sampler: draws groups of answers to many prompts, with a paged KV cache, and keeps each token's
-log-prob as it was drawn (adapter, noise, temperature, top_k and top_p included).
+The sampler: draws groups of answers to many prompts, with a paged KV cache, and records the
+log-prob with which each token was drawn (adapter, noise, temperature, top_k and top_p included).
 
     sampler = Sampler(model, max_length=2048)
     rollouts = sampler.generate(prompts, 8, Sampling(max_new_tokens=1024, end_ids=(151645,)))
@@ -57,10 +57,10 @@ MASK64 = 2**64 - 1                               # Python's integers do not over
 
 
 class Sampling(NamedTuple):
-    """How to draw. temperature 0 is greedy, with log-probs at temperature 1.
+    """How to draw tokens. Their log-probs are those of the distribution they are drawn from.
 
-    Log-probs are those of the distribution drawn from. top_k and top_p are for evaluation only:
-    the learner doesn't filter, so its log-probs wouldn't match.
+    temperature 0 is greedy, with log-probs at temperature 1. top_k and top_p are for evaluation
+    only: the learner doesn't filter, so its log-probs wouldn't match.
     """
     max_new_tokens: int | list[int]              # a list: one for each of the P * G sequences
     end_ids: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class Row:
             self.mask = torch.ones(len(self.completion), dtype=torch.bool)
 
     def with_text(self, ids: list[int]) -> "Row":
-        """This row plus a tool's or a user's tokens, which weren't sampled. Sampler.extend()
+        """This row plus tokens that weren't sampled, of a tool or a user. Sampler.extend()
         continues it.
         """
         none = torch.zeros(len(ids))
@@ -100,7 +100,7 @@ class Row:
 
 @dataclass
 class Rollouts:
-    """The answers: B = P * G rows; rows [p * G, (p + 1) * G) answer prompt p."""
+    """B = P * G answers, of which rows [p * G, (p + 1) * G) answer prompt p."""
     rows: list[Row]
     seconds: float = 0.0                         # time that generate() took
     computed: int = 0                            # rows computed, summed over all decode steps
@@ -184,10 +184,10 @@ class Sampler:
         return Rollouts(rows, time.perf_counter() - began, computed)
 
     def extend(self, rows: list[Row], sampling: Sampling) -> Rollouts:
-        """Samples the next turn of rows that end with a tool's or a user's text (Row.with_text).
+        """Samples the next turn of rows that end with the text of a tool or a user (Row.with_text).
 
         sampling.max_new_tokens limits the entire completion; the rows must have room left. Each row
-        gets random numbers of its own, other than those of its first turn.
+        gets random numbers of its own, which differ from those of its first turn.
         """
         limits = [sampling.max_new_tokens - len(row.completion) for row in rows]
         turn = sampling._replace(seed=sampling.seed + 1, max_new_tokens=limits)
@@ -336,7 +336,8 @@ class TorchEngine:
     def decode(self, batch: DecodeBatch, steps: int,
                sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         """Draws up to `steps` tokens for each row -> tokens (steps, n) int64, logprobs (steps, n)
-        fp32, and made (n,) int64, how many of a row's tokens count: those after its end don't.
+        fp32, and made (n,) int64. Only the first made[i] tokens of row i count: the others come
+        after its end.
         """
         model = self.model
         batch = DecodeBatch(*(t.to(self.kv.device) for t in batch))
@@ -364,7 +365,8 @@ class TorchEngine:
 
 
 def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Writes k and v (T, KV, d), those of token t to entry offsets[t] of kv_block blocks[t].
+    """Writes k and v (T, KV, d) to the cache: those of token t go to entry offsets[t] of kv_block
+    blocks[t].
 
     layer (2, kv_blocks, KV, KV_BLOCK, d): one layer of the KV cache; blocks, offsets (T,) int64.
     """
@@ -375,7 +377,7 @@ def write_cache(layer: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Te
 
 def fill_cache(model: Transformer, kv: Tensor, tokens: Tensor, blocks: Tensor, positions: Tensor,
                attend: Callable) -> None:
-    """One packed forward pass, in which every layer writes its keys and values to the KV cache.
+    """Runs a packed forward pass, in which every layer writes its keys and values to the KV cache.
 
     tokens, blocks, positions (T,) int64: token t goes to entry positions[t] % KV_BLOCK of kv_block
     blocks[t]. attend(q, k, v) is the attention of these tokens to each other.

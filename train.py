@@ -144,7 +144,7 @@ def column(rows: list[Row], key: str) -> torch.Tensor:
 # Update
 
 def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> list[torch.Tensor]:
-    """One minibatch per update: a tensor (B, L) of each token's loss weight, 0 if not in the loss.
+    """Returns a tensor (B, L) for each update: the loss weights of its tokens, 0 outside the loss.
 
     Two flags split training on a batch into several updates. With 4 groups of answers, a b c d:
 
@@ -184,8 +184,8 @@ def learning_rate(optim: Optim, fraction: float) -> float:
 
 def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[torch.Tensor],
            updates: list[Update], group_size: int) -> dict:
-    """The step's metrics, defined in docs/metrics.md. has_advantage: Batch.has_advantage()'s;
-    loss_weights: plan_updates()'s.
+    """The step's metrics, defined in docs/metrics.md. has_advantage: from Batch.has_advantage();
+    loss_weights: from plan_updates().
 
     Most are means over the B rows of all ranks; those that compare log-probs are means over the
     trained tokens. The loss isn't reported, because with centered advantages its value says nothing
@@ -211,8 +211,8 @@ def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[t
     trained_rows = has_advantage & in_some_update
     metrics["informative"] = informative.float().mean().item()
     metrics["groups"] = int(trained_rows.view(-1, group_size).any(dim=1).sum())
-    # Compare learner and sampler in the first update that trained a row, before the policy has
-    # moved, and count clipped tokens in the last one, where it has moved most.
+    # Compare the learner with the sampler in the first update that trained a row, before the policy
+    # has moved, and count clipped tokens in the last one, where it has moved most.
     trained = [one for one in updates if one.sums] or updates
     metrics |= grpo.summarize(trained[0].sums)
     last = grpo.summarize(trained[-1].sums)
