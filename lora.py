@@ -109,8 +109,8 @@ class Adapter:
         |  A of linear 0  |  A of 1  | ... |  B of 0  |  B of 1  | ... |
         0                                  b_start
 
-    Call sync() after changing master. Clear the gradients with master.grad.zero_(). An optimizer's
-    or module's zero_grad() would drop the tensor while the linears keep adding to it, and their
+    Call sync() after changing master. Clear the gradients with master.grad.zero_(). The zero_grad()
+    of an optimizer or a module would drop the tensor while the linears keep adding to it, and their
     gradients would be lost.
     """
 

@@ -259,8 +259,8 @@ class Sampler:
 
 
 def add_tokens(running: list[Sequence], drawn: tuple, end_ids: tuple[int, ...]) -> int:
-    """Adds a window's tokens to the sequences -> how many. drawn: from the engine's decode().
-    files.Stopped if a log-prob is not finite.
+    """Adds the tokens of a window to the sequences and returns how many there were. drawn: from the
+    engine's decode(). files.Stopped if a log-prob is not finite.
     """
     tokens, logprobs, made = drawn
     logprobs = logprobs.cpu()

@@ -164,7 +164,7 @@ def plan_updates(rollouts: Rollouts, loss: grpo.Loss, settings: Settings) -> lis
 
 def learning_rates(optim: Optim, step: int, steps: int, count: int) -> list[float]:
     """The learning rates of the `count` updates in training step `step` of `steps`."""
-    # + 0.5: the rate at the update's midpoint, so that warm-up doesn't start at 0.
+    # + 0.5 gives the rate at the update's midpoint, so that warm-up doesn't start at 0.
     return [learning_rate(optim, (step + (u + 0.5) / count) / steps) for u in range(count)]
 
 
