@@ -240,35 +240,9 @@ def test_thinking_opened_by_the_prompt(style, completion, correct, form, rule):
     assert row["completion"] == completion                                # what the model wrote
 
 
-SOURCE = '''
-def length(completion, problem):
-    return len(completion)
-
-def asks(completion, problem, group):
-    return {"level": problem["level"], "asked": float("q" in problem["question"]), "others": len(group)}
-
-def largest(completion, problem):
-    return -1e15
-
-number = 3
-
-def weighted(completion, problem, weight=0.1):
-    return {"long": len(completion), "shaping": -weight}
-
-def lost(completion, problem):
-    return {"long": 1, "shaping": float("nan")}
-
-def economical(completion, problem, *, length, finished, weight=2):
-    return {"tokens": length, "cut": not finished}
-
-def anything(completion, problem, **about):
-    return {"tokens": about["length"], "cut": not about["finished"]}
-'''
-
-
 @pytest.fixture
 def plug_ins(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "mine.py").write_text("def length(completion, problem):\n    return len(completion)\n\nnumber = 3\n")
     (tmp_path / "fails_to_load.py").write_text("raise RuntimeError('no')\n")
     (tmp_path / "no_python.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
@@ -344,16 +318,26 @@ def test_no_code_is_loaded_from_a_run_folder(plug_ins, monkeypatch, tmp_path_fac
     assert not list(plug_ins.rglob("ran")) and not list(home.rglob("ran"))
 
 
-@pytest.mark.parametrize("name", ["economical", "anything"])
-def test_a_reward_gets_length_and_finished_by_name(plug_ins, name):
-    first, second = graded_by(name, [[0, 1, 1], [1]], [True, False])
-    assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
-
-
-def written(folder, returned, parameters="completion, problem"):
+def written(folder, returned, parameters="completion, problem", name="one"):
     """A --reward that returns the expression `returned`."""
-    (folder / "one.py").write_text(f"def f({parameters}):\n    return {returned}\n")
-    return Reward("one:f")
+    (folder / f"{name}.py").write_text(f"def f({parameters}):\n    return {returned}\n")
+    return Reward(f"{name}:f")
+
+
+def graded_by(reward, completions=([0], [1]), finished=(True, True)):
+    """The graded rows of one problem with the completions "a" and "b"."""
+    rows = [Row([0], completion, torch.full((len(completion),), -1.0), ended)
+            for completion, ended in zip(completions, finished)]
+    tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
+    return grade_rows(tokenizer, [replace(PROBLEM, prompt=[0])], rows, plug_in=reward)
+
+
+@pytest.mark.parametrize("returned,parameters", [
+    ("{'tokens': length, 'cut': not finished}", "completion, problem, *, length, finished, weight=2"),
+    ("{'tokens': about['length'], 'cut': not about['finished']}", "completion, problem, **about")])
+def test_a_reward_gets_length_and_finished_by_name(plug_ins, returned, parameters):
+    first, second = graded_by(written(plug_ins, returned, parameters), [[0, 1, 1], [1]], [True, False])
+    assert first["parts"] == {"tokens": 3, "cut": 0} and second["parts"] == {"tokens": 1, "cut": 1}
 
 
 @pytest.mark.parametrize("parameters", [
@@ -380,24 +364,18 @@ def test_errors_in_a_reward_name_line_and_completion(plug_ins, returned, words):
 def test_nan_and_the_largest_reward(plug_ins):
     parts = written(plug_ins, "{'good': 1.0, 'bad': float('nan')}")("", PROBLEM)
     assert parts["good"] == 1 and math.isnan(parts["bad"])
-    assert Reward("mine:largest")("", PROBLEM) == {"reward": -1e15}
+    assert written(plug_ins, "-1e15", name="largest")("", PROBLEM) == {"reward": -1e15}
     rewards = torch.tensor([-1e15, 1e15] * 500)                           # their squares fit into fp32
     assert torch.equal(group_advantages(rewards, 1000, "group").sign(), rewards.sign())
     assert group_advantages(rewards, 1000, "group").abs().allclose(torch.ones(1000), rtol=1e-2)
 
 
-def graded_by(name, completions=([0], [1]), finished=(True, True)):
-    """The graded rows of one problem with the completions "a" and "b"."""
-    rows = [Row([0], completion, torch.full((len(completion),), -1.0), ended)
-            for completion, ended in zip(completions, finished)]
-    tokenizer = SimpleNamespace(opened="", decode=lambda ids: "ab"[ids[0]])
-    return grade_rows(tokenizer, [replace(PROBLEM, prompt=[0])], rows, plug_in=Reward(f"mine:{name}"))
-
-
 def test_shaping_is_not_in_the_reward_and_defaults_stay(plug_ins):
-    first, second = graded_by("weighted")
+    first, second = graded_by(written(plug_ins, "{'long': len(completion), 'shaping': -weight}",
+                                      "completion, problem, weight=0.1"))
     assert first["parts"] == {"long": 1.0, "shaping": -0.1} and first["reward"] == second["reward"] == 1.0
-    assert all(math.isnan(row["reward"]) for row in graded_by("lost"))
+    lost = written(plug_ins, "{'long': 1, 'shaping': float('nan')}", name="lost")
+    assert all(math.isnan(row["reward"]) for row in graded_by(lost))
 
 
 def test_shaping_survives_beside_huge_rewards():
@@ -411,6 +389,7 @@ def test_shaping_survives_beside_huge_rewards():
 
 def test_parts_sum_to_the_reward(plug_ins):
     assert Reward("mine:length")("abc", PROBLEM) == {"reward": 3.0}
-    first, second = graded_by("asks")
+    first, second = graded_by(written(plug_ins, "{'level': problem['level'], 'others': len(group), "
+                                      "'asked': float('q' in problem['question'])}", "completion, problem, group"))
     assert first["parts"] == second["parts"] == {"level": 5.0, "asked": 1.0, "others": 2.0} and first["reward"] == 8.0
     assert first["correct"] == 0.0                                        # there is no gold answer
