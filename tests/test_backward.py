@@ -11,7 +11,6 @@ from helpers import ROOT, adapted
 import lora
 import ops
 from fast import backward
-from fast.backward import scratch_on, wide_weight
 from loading import load
 
 PLAIN = dict(ops.PLAIN)
@@ -52,21 +51,3 @@ def test_no_gpu_version_hides_a_changed_function(monkeypatch):
         assert backward.gpu_versions()[containing] is getattr(backward, containing)
         monkeypatch.delitem(ops.PLAIN, changed)
         assert backward.gpu_versions()[containing] is PLAIN[containing]
-
-
-# -----------------------------------------------------------------------------
-# The scratch buffer of expanded matrices
-
-def test_scratch_works_after_out_of_memory(tiny, monkeypatch):
-    # memory.Plan tries a large micro-batch, runs out of memory and continues with a smaller one.
-    model, _ = adapted(tiny["tied"])
-    qkv = model.layers[0].qkv
-    scratch_on(qkv.weight.device).flat = torch.empty(1)
-
-    def out_of_memory(*_, **__):
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
-        full.setattr(torch, "empty", out_of_memory)
-        wide_weight(qkv)
-    assert wide_weight(qkv).shape == (128 + 12, 64 + 12)

@@ -45,17 +45,17 @@ def differences(printed, expected):
 
     Text and integers must be equal, decimals within one unit of their last digit, percentages within 0.1.
     """
-    def same(a, b):
-        if NUMBER.sub("#", a) != NUMBER.sub("#", b):
-            return False
-        return all(close(x, y) for x, y in zip(NUMBER.findall(a), NUMBER.findall(b)))
+    def value(number):
+        return float(number.rstrip("%").replace(",", ""))
 
-    def close(x, y):
-        digits = len(x.partition("e")[0].partition(".")[2].rstrip("%"))
-        exponent = int(x.partition("e")[2] or 0)
-        within = 0.1 if x.endswith("%") else 10.0**(exponent - digits) if digits else 0
-        a, b = (float(n.rstrip("%").replace(",", "")) for n in (x, y))
-        return abs(a - b) <= within * 1.01
+    def rounding(number):
+        mantissa, _, exponent = number.partition("e")
+        digits = len(mantissa.partition(".")[2].rstrip("%"))
+        return 0.1 if number.endswith("%") else 10.0 ** (int(exponent or 0) - digits) if digits else 0
+
+    def same(a, b):
+        return NUMBER.sub("#", a) == NUMBER.sub("#", b) and all(
+            abs(value(x) - value(y)) <= 1.01 * rounding(x) for x, y in zip(NUMBER.findall(a), NUMBER.findall(b)))
 
     a, b = printed.splitlines(), expected.splitlines()
     assert len(a) == len(b), f"{len(a)} lines are printed, {len(b)} are on the page"
