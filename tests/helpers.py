@@ -1,5 +1,5 @@
 """
-Shared by several test files: tokenizers, chat templates, adapters for tiny models.
+Shared by several test files: problems, answers judged by hand, tokenizers, chat templates, tiny models and adapters.
 """
 import json
 import re
@@ -57,7 +57,7 @@ def read_rows(path):
 
 
 # Section -> its text.
-ANSWERS = dict(part.split("\n", 1) for part in (ROOT / "tests/answers.txt").read_text("utf-8").split("\n# ")[1:])
+ANSWERS = dict(part.split("\n", 1) for part in (HERE / "answers.txt").read_text("utf-8").split("\n# ")[1:])
 
 
 def cells(section):
@@ -170,7 +170,7 @@ def prompt_of(tokenizer, text, system=None):
 
 
 # Chat templates that write the same text as the models' own; for Qwen's, chat_reference.json has that text.
-TEMPLATES = {path.stem: path.read_text() for path in (ROOT / "tests/templates").glob("*.jinja")}
+TEMPLATES = {path.stem: path.read_text() for path in (HERE / "templates").glob("*.jinja")}
 
 
 def thinking_tiny(folder, template):

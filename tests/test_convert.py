@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from helpers import TINY, prompt_of, quantized, run_main, same_bytes, with_acting_adapter, write_sums
+from helpers import TINY, edit, prompt_of, quantized, run_main, same_bytes, with_acting_adapter, write_sums
 from safetensors.torch import load_file, save_file
 from tiny_qwen2 import write_folder
 
@@ -73,8 +73,7 @@ def test_calibration_uses_its_flags(tmp_path, monkeypatch):
 
 
 def already_quantized(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    edit(folder / "config.json", quantization_config={"quant_method": "awq"})
 
 
 def nan_in_the_last_layer(folder):                         # found after most is written
@@ -88,7 +87,7 @@ def foreign_tensor(folder):
     save_file({"model.layers.1.self_attn.k_norm.weight": torch.ones(64)}, folder / "more.safetensors")
     index = folder / "model.safetensors.index.json"
     names = json.loads(index.read_text())["weight_map"]
-    index.write_text(json.dumps({"weight_map": names | {"model.layers.1.self_attn.k_norm.weight": "more.safetensors"}}))
+    edit(index, weight_map=names | {"model.layers.1.self_attn.k_norm.weight": "more.safetensors"})
 
 
 def full_disk(folder):                                     # fails when weights are written

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FP32, HERE, MODEL_CHANGES, adapted, attach_to_some, run_main, with_acting_adapter
+from helpers import FP32, HERE, MODEL_CHANGES, adapted, attach_to_some, edit, run_main, with_acting_adapter
 from safetensors.torch import load_file, save_file
 
 import evaluate
@@ -80,8 +80,7 @@ def edited(tmp_path, config=None, tensors=None, drop=()):
     """peft_adapter/ with some of its config and tensors changed."""
     folder = tmp_path / "adapter"
     shutil.copytree(HERE / "peft_adapter", folder)
-    raw = json.loads((folder / "adapter_config.json").read_text()) | (config or {})
-    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in raw.items() if k not in drop}))
+    edit(folder / "adapter_config.json", **(config or {}), **dict.fromkeys(drop, ...))
     kept = {n: t for n, t in load_file(folder / "adapter_model.safetensors").items() if n not in drop}
     save_file(kept | (tensors or {}), folder / "adapter_model.safetensors")
     return folder

@@ -240,8 +240,7 @@ def test_resume_rejects_another_model_and_accepts_a_moved_one(runs, tmp_path):
         change(shutil.copytree(moved, tmp_path / word))
         assert f"frozen was trained with {word} " in resume(tmp_path / word, 1)
     # A run that recorded only the digest of each tensor's beginning.
-    old = {name: value for name, value in kept.items() if name != "trained_with"}
-    run_json.write_text(json.dumps(old | {"weights_sha256": ModelFolder(moved).old_sha256()}))
+    edit(run_json, trained_with=..., weights_sha256=ModelFolder(moved).old_sha256())
     assert "was trained with weights sha256" in resume(tmp_path / "weights", 1)
     resume(moved, 0)
     held = json.loads(run_json.read_text())
