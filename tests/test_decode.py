@@ -241,12 +241,9 @@ def compiled():
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="with a GPU the other tests compile them")
 @pytest.mark.parametrize("case", range(len(TARGETS)))
-def test_step_kernels_compile_and_fit_the_gpu(case, compiled, monkeypatch):
+def test_step_kernels_compile_and_fit_the_gpu(case, compiled):
     sm, matmul, n, _, rank, names = TARGETS[case]
-    monkeypatch.setattr(decode, "capability", lambda device: divmod(sm, 10))
-    decode.check_rank(rank, torch.device("cuda"))
     found = compiled[case].result()
-    print(TARGETS[case], found)
     assert set(found) == set(names or (*STEP, f"{matmul}_kernel"))
     tile = 64 if n <= 16 or decode.finishing_kib(rank, 128) > SHARED[sm] else 128
     assert decode.finishing_kib(rank, tile) <= SHARED[sm]
@@ -729,22 +726,21 @@ def test_stale_graphs_are_dropped(gen):
     engine.table = torch.zeros(9, width, dtype=torch.int64, device=DEVICE)
     kept = engine.graph(4, sampling())
     engine.graph(4, sampling(0.0))
-    engine.graph(8, sampling())
     model.adapter.sync()
-    assert engine.graph(4, sampling(0.7)) is kept
-    assert list(engine.graphs) == [(4, False), (4, True), (8, False)]
-    for top_k, top_p in ((40, 1.0), (40, 0.9)):
-        engine.graph(8, sampling(top_k=top_k, top_p=top_p))
-        assert list(engine.graphs) == [(8, False)]
+    assert engine.graph(4, sampling(0.7)) is kept and list(engine.graphs) == [(4, False), (4, True)]
+    engine.graph(8, sampling(top_k=40))
+    assert list(engine.graphs) == [(8, False)]
+    filtered = sampling(top_k=40, top_p=0.9)
+    before = engine.graph(4, filtered)
+    assert list(engine.graphs) == [(4, False)]
     with model.adapter.off():
-        engine.graph(4, sampling(top_k=40, top_p=0.9))
-        assert list(engine.graphs) == [(4, False)]
-    before = engine.graph(4, sampling(top_k=40, top_p=0.9))          # the adapter is back
+        assert engine.graph(4, filtered) is not before and list(engine.graphs) == [(4, False)]
+    before = engine.graph(4, filtered)                               # the adapter is back
     model.live_vocab -= 1
-    assert engine.graph(4, sampling(top_k=40, top_p=0.9)) is not before
+    assert engine.graph(4, filtered) is not before
     for _ in range(3):                           # even if a new adapter gets the address of a freed one
         lora.attach(model, rank=8, alpha=8)
-        replay = engine.graph(8, sampling(top_k=40, top_p=0.9))
+        replay = engine.graph(8, filtered)
         assert list(engine.graphs) == [(8, False)] and replay is not before
         before = replay
 

@@ -33,34 +33,10 @@ def boxed(answer):
 
 # extraction -----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("text,answer,rule", [
-    (r"first \boxed{1}, no: \boxed{\frac{1}{2}} indeed", r"\frac{1}{2}", "box"),
-    (r"\boxed 7, \boxed 8 and \boxed\frac12", r"7 , 8 , \frac12", "box"), (r"\boxed 72", None, "none"),
-    (r"\boxed{\left\{ x \right.}", r"\left\{ x \right.", "box"),
-    ("The answer is 5 because 2 + 3 = 5.", "5", "marker"), ("答案 answer: 5。", "5", "marker"),
-    (r"\fbox{7}", "7", "box"), (r"\boxed   {7}", "7", "box"),
-    (r"\boxed{3} and then \boxed{4", "3", "box"),              # an unclosed box is skipped
-    (r"\boxed{3} or not, \boxed{}", "3", "box"),
-    (r"\boxed{} \boxed{3}", "3", "box"), (r"\boxed{1} \boxed{} \boxed{3}", "3", "box"),
-    (r"\boxed{2}, \boxed{3}", "2 , 3", "box"), (r"$\boxed{2}$ and $x=\boxed{3}$", "2 , 3", "box"),
-    (r"\boxed{\{1,2\}}", r"\{1,2\}", "box"),
-    ("<think>\\boxed{1}</think>\\boxed{2}<|im_end|>\\boxed{3}", "2", "box"),
-    ("<think>let me see \\boxed{42}", None, "unclosed"),      # cut off while thinking
-    ("<think>\\boxed{42}</think> no idea", None, "none"),
-    ("<think>\n\\boxed{1}\n</think>\n\n\\boxed{2}", "2", "box"),
-    ("<think>1</think> 2 <think>\\boxed{3}", None, "unclosed"), ("<think>\n", None, "unclosed"),
-    ("<think>1</think>\\boxed{2}<think>3</think> or \\boxed{4}", "4", "box"),
-    ("<answer>41</answer> <answer> 42 </answer><answer></answer>", "42", "tag"),
-    ("#### 1,234\nmore\n#### 72", "72", "marker"),
-    ("The answer is 3. Wait, the answer is $4$.", "$4$", "marker"),
-    ("The final answer is $x=\\frac12$. I hope it is correct.", "$x=\\frac12$", "marker"),
-    ("**Answer:** B", "B", "marker"), ("The answer is 18 eggs.", "18 eggs", "marker"),
-    ("Final Answer: The largest $n$ is 34. I hope it is correct.", "34", "marker"),
-    ("we get 42", None, "none"), ("", None, "none"),
-    ("Put your answer in \\boxed{}. What is 6*7? 42", None, "none"),
-])
-def test_extraction(text, answer, rule):
-    assert extract(text) == (answer, rule)
+@pytest.mark.parametrize("line", ANSWERS["what is extracted"].strip("\n").split("\n"))
+def test_extraction(line):
+    text, answer, rule = line.replace("⏎", "\n").split(" | ")
+    assert extract(text) == (answer or None, rule)
 
 
 def marked(text):
