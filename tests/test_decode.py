@@ -156,10 +156,10 @@ def blank(weights, base, dtype):
     return marlin_fp4.PackedWeight(N, K, codes, scales, torch.ones(N))
 
 
-def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
+def compile_step(sm, matmul, n, head, rank, names):
     """Compiles a step of n rows as a GPU of this sm would launch it, and W's expansion for prefill and learner.
 
-    -> {kernel: the maximum of each of its resources()}. names: compile only these kernels. Patches this process, so run
+    -> {kernel: the maximum of each of its resources()}. names: compile only these kernels, or None. Patches this process, so run
     it in one of its own.
     """
     compiled, launch = [], triton.runtime.jit.JITFunction.run
@@ -177,7 +177,7 @@ def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
         patch.setattr(torch, "randn", lambda *shape, generator, device: torch.zeros(*shape, device=device))
         gen = torch.Generator().manual_seed(0)
         size = head.D or head.H * head.d, head.F, 1, head.H, head.KV, 2432
-        model, engine, width = small_engine("nvfp4", gen, rank, max(n, 64), size, dtype, head.d if head.D else None)
+        model, engine, width = small_engine("nvfp4", gen, rank, max(n, 64), size, BF16, head.d if head.D else None)
         engine.table = torch.zeros(max(n, 64), width, dtype=torch.int64)
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         with torch.no_grad():
@@ -192,14 +192,9 @@ def compile_step(sm, matmul, n, dtype, head, rank=32, names=None):
     return found
 
 
-class Target(NamedTuple):
+def target(sm, matmul, n, head, rank=32, names=None):
     """A step to compile: compile_step's arguments."""
-    sm: int
-    matmul: str
-    n: int
-    head: Head
-    rank: int = 32
-    names: tuple = None
+    return sm, matmul, n, head, rank, names
 
 
 BF16 = torch.bfloat16
@@ -209,10 +204,10 @@ OF_HEADS = "heads_kernel", "attention_kernel"
 FINISHING = "heads_kernel", "residual_kernel", "swiglu_kernel"       # they finish a linear, so they depend on the rank
 # A full step, as in the first three, takes 7 s; a few of its kernels take 2 s. test_portable_kernel.py covers more row
 # counts. TEST_ALL_TARGETS=1 compiles every combination.
-TARGETS = [Target(90, "hopper", 64, SMALL), Target(86, "portable", 64, SMALL), Target(120, "portable", 1, SMALL),
-           Target(86, "portable", 256, HEADS_7B, names=OF_HEADS),
-           Target(90, "hopper", 64, QWEN3["4b"], names=OF_HEADS),
-           *(Target(sm, "portable", 64, SMALL, rank, FINISHING) for sm, rank in ((86, 8), (86, 256), (90, 512)))]
+TARGETS = [target(90, "hopper", 64, SMALL), target(86, "portable", 64, SMALL), target(120, "portable", 1, SMALL),
+           target(86, "portable", 256, HEADS_7B, names=OF_HEADS),
+           target(90, "hopper", 64, QWEN3["4b"], names=OF_HEADS),
+           *(target(sm, "portable", 64, SMALL, rank, FINISHING) for sm, rank in ((86, 8), (86, 256), (90, 512)))]
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}      # KiB per program, from CUDA's table of capabilities
 if os.environ.get("TEST_ALL_TARGETS"):
     steps = [*itertools.product(SHARED, ["portable"], (1, 16, 64), [SMALL]),
@@ -220,7 +215,7 @@ if os.environ.get("TEST_ALL_TARGETS"):
              *itertools.product(SHARED, ["portable"], (1, 64), QWEN3.values()),
              *itertools.product([90], ["hopper"], (1, 16, 64), (SMALL, *QWEN3.values()))]
     ranks = itertools.product(SHARED, (8, 16, 64, 128, 256, 512), (1, 16, 64, 512))
-    TARGETS = [*itertools.starmap(Target, steps), *(Target(sm, "portable", n, SMALL, rank, FINISHING)
+    TARGETS = [*itertools.starmap(target, steps), *(target(sm, "portable", n, SMALL, rank, FINISHING)
                                                     for sm, rank, n in ranks if rank < 512 or SHARED[sm] > 99)]
 # Bytes that a kernel may spill on an sm (0 if not listed), all outside of its inner loop. embed_kernel keeps 2 / pi
 # there, for sines of large angles. Attention spills with heads of 128: at few rows on two of the GPUs, and at 256 rows
@@ -236,7 +231,7 @@ SCRATCH = 20 * 1024                      # bytes of shared memory that a FINISHI
 @pytest.fixture(scope="module")
 def compiled():
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield [pool.submit(compile_step, t.sm, t.matmul, t.n, BF16, t.head, t.rank, t.names) for t in TARGETS]
+        yield [pool.submit(compile_step, *arguments) for arguments in TARGETS]
 
 
 @pytest.mark.skipif(GPU or INTERPRETED, reason="with a GPU the other tests compile them")

@@ -9,7 +9,6 @@ import itertools
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -102,16 +101,8 @@ if os.environ.get("TEST_ALL_TARGETS"):
 WGMMA = [case for case in CASES if portable_config(case[1], divmod(case[0], 10)).batch == 1]
 
 
-class Compiled(NamedTuple):
-    """The compiled kernel of one GPU and number of rows."""
-    shared: int             # bytes of shared memory
-    registers: int          # per thread
-    stack: int              # bytes that a thread spills
-    instructions: list      # [(address, text)]
-
-
 def compile_for(sm, M):
-    """-> Compiled. Patches this process, so run it in one of its own."""
+    """-> its resources(), instructions_of(). Patches this process, so run it in one of its own."""
     config = portable_config(M, divmod(sm, 10))
     of_x = torch.zeros(64, 3584, dtype=torch.bfloat16)
     codes, scales = torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int32)
@@ -120,7 +111,7 @@ def compile_for(sm, M):
         patch.setattr(triton.runtime.driver, "_active", Gpu(sm))
         kernel = portable_kernel.warmup(inputs, torch.zeros(1), M, 4704, 28, 7, 7, 8, config, True, sm >= 90,
                                         grid=(1,), num_warps=config.num_warps, launch_pdl=sm >= 90)
-    return Compiled(*resources(kernel), instructions_of(kernel.asm["cubin"]))
+    return resources(kernel), instructions_of(kernel.asm["cubin"])
 
 
 @pytest.fixture(scope="module")
@@ -133,18 +124,18 @@ def compiled():
 @pytest.mark.parametrize("sm,M", CASES)
 def test_compiled_programs_fit_a_multiprocessor(sm, M, compiled):
     config = portable_config(M, divmod(sm, 10))
-    found = compiled[sm, M].result()
-    assert found.shared <= SHARED[sm] * 1024
-    assert config.programs_per_sm * (found.shared + 1024) <= (SHARED[sm] + 1) * 1024
-    of_warp = -(-found.registers // 8) * 8 * 32                      # a thread gets a multiple of eight
+    (shared, registers, stack), _ = compiled[sm, M].result()
+    assert shared <= SHARED[sm] * 1024
+    assert config.programs_per_sm * (shared + 1024) <= (SHARED[sm] + 1) * 1024
+    of_warp = -(-registers // 8) * 8 * 32                      # a thread gets a multiple of eight
     assert config.programs_per_sm >= 1 and 65536 // (of_warp * config.num_warps) >= config.programs_per_sm
-    assert found.stack <= STACK.get(("portable_kernel", sm), 0)
+    assert stack <= STACK.get(("portable_kernel", sm), 0)
 
 
 @no_gpu
 @pytest.mark.parametrize("sm,M", WGMMA)
 def test_hopper_decodes_a_block_only_after_the_last_was_read(sm, M, compiled):
-    instructions = compiled[sm, M].result().instructions
+    _, instructions = compiled[sm, M].result()
     assert sm == 90 and M in (32, 64) and written_while_read(instructions) == []
     never = [(address, text.replace("gsb0, 0x0", "gsb0, 0x7")) for address, text in instructions]
     assert written_while_read(never)                                 # without the waits it would be a race
