@@ -159,8 +159,8 @@ def blank(weights, base, dtype):
 def compile_step(sm, matmul, n, head, rank, names):
     """Compiles a step of n rows as a GPU of this sm would launch it, and W's expansion for prefill and learner.
 
-    -> {kernel: the maximum of each of its resources()}. names: compile only these kernels, or None. Patches this process, so run
-    it in one of its own.
+    -> {kernel: the maximum of each of its resources()}. names: compile only these kernels, or None. Patches this
+    process, so run it in one of its own.
     """
     compiled, launch = [], triton.runtime.jit.JITFunction.run
 
