@@ -18,11 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:                              # Windows has no such locks
-    fcntl = None
-
 # -----------------------------------------------------------------------------
 # Errors, and texts for messages
 
@@ -237,17 +232,16 @@ def lock(folder: Path, what: object) -> int | None:
     """Locks a folder until the process ends or closes the handle returned. UserError, which names
     `what`, if it is locked already.
     """
-    if not fcntl:
-        return None
     # The system releases the lock when the process ends, however that happens, so unlike a lock
     # file it can't be left over.
-    handle = os.open(folder, os.O_RDONLY)
+    handle = None
     try:
+        import fcntl
+        handle = os.open(folder, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(handle)
         raise UserError(f"{what}: another process is writing there") from None
-    except OSError:                              # a file system without locks
+    except (ImportError, OSError):               # Windows, or a file system without locks
         pass
     return handle
 

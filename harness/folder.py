@@ -49,16 +49,8 @@ import torch
 from safetensors import SafetensorError
 
 import env
-from files import (
-    Stopped,
-    UserError,
-    append_lines,
-    first_line,
-    lock,
-    new_folder,
-    read_log,
-    write_json,
-)
+import files
+from files import Stopped, UserError, append_lines, first_line, new_folder, read_log, write_json
 from ranks import RANK, say
 
 Tensors = dict[str, torch.Tensor]
@@ -96,7 +88,7 @@ def claim(folder: Path, resume: bool) -> None:
     if RANK > 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    lock(folder, f"--out {folder}")              # the handle is left open on purpose
+    files.lock(folder, f"--out {folder}")        # the handle is left open on purpose
     found = sorted(path.name for path in folder.iterdir())
     if found and not resume:
         advice = "choose another folder"
