@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers import TEMPLATES, TINY, prompt_of, read_rows, thinking_tiny, with_acting_adapter, write_rows, write_sums
+from trained_runs import kill_in
 
 import adapters
 import evaluate
@@ -70,15 +71,8 @@ def test_greedy_figures_match_written_rows(run):
 def test_interrupted_evaluation_keeps_the_first_problems(call, kept, run, monkeypatch, capsys):
     flags = *BASIC, "--limit", 12, "--samples", 2, "--max-rows", 6, "--out"
     run(*flags, "whole.jsonl")
-    real, calls = rewards.grade_rows, []
-
-    def stopped(*arguments):
-        calls.append(1)
-        if len(calls) == call:
-            signal.raise_signal(signal.SIGINT)
-        return real(*arguments)
-
-    monkeypatch.setattr(rewards, "grade_rows", stopped)
+    monkeypatch.setattr(rewards, "grade_rows", rewards.grade_rows)         # restored after the test
+    kill_in("rewards", "grade_rows", call, False, signal.SIGINT)
     with pytest.raises(SystemExit, match="stopped by SIGINT"):
         run(*flags, "part.jsonl")
     assert f"{kept // 2} of 12 problems" in capsys.readouterr().err
