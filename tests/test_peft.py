@@ -53,23 +53,18 @@ def test_saved_config_names_adapted_linears(tiny, tmp_path):
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("shape", ["tied", "qwen3-tied"])
-def test_our_adapter_matches_peft(tiny, shape):
-    model, _ = adapted(tiny[shape], rank=4, alpha=6, seed=2)                         # as in make_reference.py
-    with torch.no_grad():
-        got = model(REFERENCE[f"{shape}.tokens"])
-    assert (got - REFERENCE[f"{shape}.ours_in_peft"]).abs().max() < FP32
-    assert (got - REFERENCE[f"{shape}.logits"]).abs().max() > 1                      # the adapter matters
-
-
 @pytest.mark.parametrize("shape,folder", [("tied", "peft_adapter"), ("qwen3-tied", "peft_adapter_qwen3")])
-def test_peft_adapter_loads_and_matches(tiny, shape, folder):
-    model = load(tiny[shape].folder, base="bf16", device="cpu")
-    load_adapter(model, HERE / folder)
-    assert model.adapter.rank == 3 and model.adapter.alpha == 5
-    with torch.no_grad():
-        got = model(REFERENCE[f"{shape}.tokens"])
-    assert (got - REFERENCE[f"{shape}.peft_adapter"]).abs().max() < FP32
+def test_logits_match_pefts(tiny, shape, folder):
+    """Of our adapter in PEFT, and of PEFT's adapter here."""
+    ours, _ = adapted(tiny[shape], rank=4, alpha=6, seed=2)                          # as in make_reference.py
+    theirs = load(tiny[shape].folder, base="bf16", device="cpu")
+    load_adapter(theirs, HERE / folder)
+    assert theirs.adapter.rank == 3 and theirs.adapter.alpha == 5
+    for model, name in ((ours, "ours_in_peft"), (theirs, "peft_adapter")):
+        with torch.no_grad():
+            got = model(REFERENCE[f"{shape}.tokens"])
+        assert (got - REFERENCE[f"{shape}.{name}"]).abs().max() < FP32
+        assert (got - REFERENCE[f"{shape}.logits"]).abs().max() > 0.1                # the adapter matters
 
 
 # -----------------------------------------------------------------------------
