@@ -60,7 +60,8 @@ def test_greedy_figures_match_written_rows(run):
     assert [row["id"] for row in written] == [f"arithmetic-test-{i}" for i in range(40)] and figures["n"] == 40
     assert figures["pass@1"][0] == mean([row["correct"] for row in written]) and 0 < figures["pass@1"][0] < 1
     assert figures["length"] == mean([row["length"] for row in written]) == figures["tokens"] / 40
-    assert figures["truncated"] == mean([not row["finished"] for row in written])
+    assert figures["truncated"] == mean([not row["finished"] for row in written]) and "sampler_entropy" not in figures
+    assert figures["tokens_per_s"] == pytest.approx(figures["tokens"] / figures["seconds_sample"])
     assert sum(figures["rules"].values()) == 40 and not any(name.startswith("maj") for name in figures)
     assert figures["command"].endswith(f" {' '.join(BASIC)} --limit 40 --out new/a.jsonl")
     for row in written:                                    # the tiny model boxes integers: comparing text is enough

@@ -91,6 +91,7 @@ def test_wrong_rank_is_one_line(tmp_path, name, value):
         (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "--max-prompt-tokens"))),
     *(([program, *flags], named) for program in ("evaluate.py", "tools/chat.py") for flags, named in (
         ([], "--model"), (["folder"], "folder is not a run folder"), ([TINY], f"--model {TINY}"))),
+    (["evaluate.py", "--model", TINY], "give a run folder or --data"),
     *(([*EVALUATE, *flags.split()], named) for flags, named in (
         ("--samples 0", "--samples"), ("--limit -1", "--limit"), ("--top-p 0", "--top-p"), ("--sample 4", "--sample"),
         ("--temperature nan", "--temperature"), ("--samples 4 --temperature 0", "--samples"), ("--data=", "--data="),
