@@ -220,17 +220,6 @@ def test_row_longer_than_micro_batch_counts_fully(gpu):
     assert (plan.kept_layers, plan.dry_step().kept_layers) == (2, 2)
 
 
-def test_micro_batch_shrinks_until_kv_pool_fits(gpu):
-    # At 4 GiB for 200 tokens, 4096 need 81 and 2048 need 40 of 75 GiB. The tiny model's pool is only 1 MB.
-    plan = gpu.plan()
-    assert (plan.micro_batch_tokens, plan.kept_layers) == (2048, 3)
-    with pytest.raises(UserError, match="do not fit"):
-        gpu.plan(kv_gib=50)
-    gpu.token_bytes = GIB / 400                                      # 4096 need 41 of 75, 2048 need 20
-    plan = gpu.plan(kv_gib=54)                                       # fits with 2048, not with 4096
-    assert plan.micro_batch_tokens == 2048 and plan.pool == 54 * GIB
-
-
 def test_pool_too_small_for_one_full_row_is_rejected(gpu, monkeypatch):
     # 8 sequences of 96 tokens need 40 GiB. One needs (3 + 2) x 32 of these 768 tokens: 8.3 GiB. A micro-batch needs 4.
     make_useful(gpu, monkeypatch, 40)
