@@ -83,19 +83,10 @@ def test_calculator_turns_match_one_forward_and_mask_tool_output():
 
 def test_call_without_room_for_its_result_is_truncated():
     tokenizer = Tokenizer(TINY)
-    call = Row([1], tokenizer.encode("7*9="), torch.zeros(4), finished=True)
-
-    class Once:
-        def generate(self, *_):
-            return Rollouts([call])
-
-    def tool(text, problem):
-        used.append((text, problem.id))
-        return "63"
-
-    used = []
-    turns = calculator.Turns(tokenizer, tool)
-    row, = turns(Once(), [Problem("a", "", "", [1])], 1, Sampling(6, tokenizer.end_ids), [0]).rows
+    call, used = Row([1], tokenizer.encode("7*9="), torch.zeros(4), finished=True), []
+    once = SimpleNamespace(generate=lambda *_: Rollouts([call]))
+    turns = calculator.Turns(tokenizer, lambda text, problem: used.append((text, problem.id)) or "63")
+    row, = turns(once, [Problem("a", "", "", [1])], 1, Sampling(6, tokenizer.end_ids), [0]).rows
     assert (row.completion, row.finished) == (tokenizer.encode("7*9="), False)
     assert used == [("7*9=", "a")]                                        # once per call
 
