@@ -150,10 +150,27 @@ def informative_groups(rewards: Tensor, group_size: int) -> Tensor:
     that differ by at most 1e-9 of the largest are equal: in floats, 0.1 + 0.2 isn't 0.3.
     """
     grouped = rewards.double().view(-1, group_size)                         # (P, G)
-    highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
-    lowest = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
     largest = grouped.nan_to_num(nan=0.0).abs().amax(dim=1)
-    return highest - lowest > 1e-9 * largest     # all NaN: -inf > 0 is False
+    return spread(grouped) > 1e-9 * largest
+
+
+def spread(grouped: Tensor) -> Tensor:
+    """(P, G) rewards -> (P,), the highest minus the lowest of each group, without NaN; -inf if all
+    are NaN.
+    """
+    highest = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
+    return highest - grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+
+
+def split_groups(rewards: Tensor, group_size: int) -> Tensor:
+    """Which problems are worth asking again: (B,) rewards -> (P,) bool, True if the rewards of a
+    group differ by more than half as much as those of the whole batch.
+
+    With rewards of 0 and 1, these are the informative groups. With real-valued rewards (a length
+    penalty, say) nearly every group is informative, and this leaves out those that differ little.
+    """
+    return informative_groups(rewards, group_size) & (
+        spread(rewards.double().view(-1, group_size)) > spread(rewards.double()[None]) / 2)
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str,

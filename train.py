@@ -49,7 +49,7 @@ from learner import Batch, Update
 from ranks import gather, say, share
 from sampler import Rollouts, Row, Sampler, Sampling
 from tasks.figures import sampler_entropy
-from tasks.problems import problems_at
+from tasks.problems import choose_problems, requeue
 
 # -----------------------------------------------------------------------------
 # The loop: sample, score, update, report
@@ -76,9 +76,12 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
-        next_cursor = progress.cursor + settings.prompts_per_step
+        again, new = choose_problems(len(run.problems), seed, settings.prompts_per_step,
+                                     progress.next_new, progress.queue, step, settings.replay)
+        chosen = again + new                                     # numbers of problems
+        next_cursor = progress.cursor + len(chosen)
         places = share(range(progress.cursor, next_cursor))
-        problems = problems_at(run.problems, seed, places)
+        problems = [run.problems[number] for number in share(chosen)]
         sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
                              settings.noise_stages, settings.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # everything else is noise-free
@@ -109,11 +112,19 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
         metrics |= report(rollouts, batch.has_advantage(), loss_weights, updates, G)
+        queue = []
+        if settings.replay:
+            new_rows = rollouts.rows[len(again) * G:]
+            metrics |= {"replayed": len(again),
+                        "accuracy_new": sum(r.graded["correct"] for r in new_rows) / len(new_rows)}
+            split = grpo.split_groups(column(rollouts.rows, "reward"), G).tolist()
+            queue = requeue(progress.queue, chosen, split, step, settings.prompts_per_step)
         metrics |= {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
         console.tell(settings, metrics, updates)
-        progress = Progress(step + 1, next_cursor, tokens, skipped)
+        progress = Progress(step + 1, next_cursor, tokens, skipped,
+                            progress.replayed + len(again), queue)
         if progress.step == steps or progress.step % settings.eval_every == 0:
             metrics |= evaluate(run, sample, progress.step)
         record(run, progress, metrics, batch)

@@ -113,6 +113,8 @@ class Rollout:
     """rollouts"""
     prompts_per_step: int = setting(64, "problems per step (paper: 16)", AT_LEAST_1)
     group_size: int = setting(8, "answers per problem", "[2, 1e6]")
+    replay: float = setting(0.0, "largest share of a step's problems that are asked again, because "
+                            "their answers' rewards differed", "[0, 1)")
     max_new_tokens: int = setting(512, "longest answer, in tokens; problems harder than GSM8K "
                                   "need more (paper: 4096)", AT_LEAST_1)
     temperature: float = setting(1.0, "softmax temperature of sampling and all log-probs "

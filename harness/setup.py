@@ -53,9 +53,16 @@ from weights import ModelFolder
 class Progress:
     """How far a run has come. Each step makes a new one."""
     step: int = 0                                # completed steps
-    cursor: int = 0                              # index of the next problem in the run's order
+    cursor: int = 0                              # groups sampled so far
     tokens: int = 0                              # completion tokens sampled so far
     skipped: int = 0                             # updates whose loss or gradient was not finite
+    replayed: int = 0                            # how many of the groups answered a problem again
+    queue: list = dataclasses.field(default_factory=list)    # of --replay: [step, problem's number]
+
+    @property
+    def next_new(self) -> int:
+        """The index of the next new problem in the run's order."""
+        return self.cursor - self.replayed
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,10 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     folder.check_length(settings.max_prompt_tokens + settings.max_new_tokens)
     tokenizer = Tokenizer(folder.path, settings.thinking)
     problems, held_out = split_problems(settings, tokenizer)
+    most = int(settings.replay * settings.prompts_per_step)
+    if settings.replay and (not most or len(problems) <= settings.prompts_per_step):
+        raise UserError(f"--replay {settings.replay}: with {settings.prompts_per_step} of "
+                        f"{len(problems)} problems per step, none would be asked again")
     claim(out, earlier is not None)              # so no other run writes there
     console.greet(settings, problems, held_out, device)
     join_ranks(device)
@@ -308,6 +319,8 @@ def begin(run: Run) -> Progress:
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.adapter.sync()                   # the checkpoint's tensors are in place
     names = {field.name for field in dataclasses.fields(Progress)}
+    if counters:                                 # of a run before --replay existed
+        counters = {"replayed": 0, "queue": []} | counters
     if counters and counters.keys() != names:    # a missing one would start again from 0
         raise UserError(f"{run.folder.checkpoints}: state.json has {', '.join(counters)}, expected "
                         f"{', '.join(sorted(names))}")

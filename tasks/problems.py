@@ -12,11 +12,13 @@ import os
 import random
 import re
 import urllib.request
+from collections.abc import Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache, lru_cache
 from http.client import HTTPException
+from itertools import compress
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -246,9 +248,35 @@ def plain_number(value: float) -> str:
 
 
 # -----------------------------------------------------------------------------
-# The order in which a run takes problems
+# Which problems a step asks
 
-def problems_at(problems: list[Problem], seed: int, places: range) -> list[Problem]:
+WAIT = 8                                         # steps until a problem is asked again
+
+
+def choose_problems(n: int, seed: int, size: int, next_new: int, queue: list, step: int,
+                    replay: float) -> tuple[list[int], list[int]]:
+    """A step's `size` problems, as numbers below n: those asked again, and new ones, which begin at
+    place next_new of the run's order.
+
+    replay: the largest share that is asked again. These are problems from `queue`, asked WAIT or
+    more steps ago, the earliest first: their answers got different rewards, and often do so again,
+    while answers with equal rewards have advantages of 0.
+    """
+    new = problems_at(range(n), seed, range(next_new, next_new + size))
+    again = [number for asked, number in queue if asked <= step - WAIT and number not in new]
+    again = again[:int(size * replay)]
+    return again, new[:size - len(again)]
+
+
+def requeue(queue: list, chosen: list[int], split: list[bool], step: int, size: int) -> list:
+    """The queue of choose_problems() after a step that asked `chosen`: [step, number] each, the
+    earliest first. split: whether the rewards of each differed.
+    """
+    waiting = [one for one in queue if one[1] not in chosen]
+    waiting += [[step, number] for number in dict.fromkeys(compress(chosen, split))]
+    return waiting[-WAIT * size:]
+
+def problems_at(problems: Sequence, seed: int, places: range) -> list:
     """The problems at these places in a run's order, which begins at place 0.
 
     Each epoch takes every problem once, in its own order. A step that crosses into the next epoch

@@ -16,7 +16,17 @@ from helpers import write_rows
 from files import UserError
 from tasks import problems as problems_py
 from tasks.arithmetic import arithmetic, word_problem
-from tasks.problems import GOLDS, Problem, check_source, epoch_order, has_test_split, load_problems, problems_at
+from tasks.problems import (
+    GOLDS,
+    Problem,
+    check_source,
+    choose_problems,
+    epoch_order,
+    has_test_split,
+    load_problems,
+    problems_at,
+    requeue,
+)
 
 # -----------------------------------------------------------------------------
 # Rows
@@ -215,3 +225,15 @@ def test_a_step_depends_only_on_its_places():
     problems_py.epoch_order.cache_clear()
     assert problems_at(range(10), 0, range(7, 23)) == walk[7:23]          # of a resumed run, or of one rank
     assert problems_at(range(3), 0, range(0, 8))[3:6] != []               # problems repeat if a step needs more
+
+
+def test_replay_by_hand():
+    order = problems_at(range(12), 0, range(24))
+    asked = [order[0], order[2], order[5]]
+    queue = [[1, asked[0]], [2, asked[1]], [2, asked[2]], [3, order[9]]]      # at step 10, that of step 3 still waits
+    upcoming = order[11:15]                                                   # crosses into the second epoch
+    ready = [number for number in asked if number not in upcoming][:2]
+    assert choose_problems(12, 0, 4, 11, queue, 10, 0.5) == (ready, upcoming[:4 - len(ready)])
+    assert choose_problems(12, 0, 4, 11, queue, 10, 0.0) == ([], upcoming)
+    assert requeue([[1, 6], [2, 3]], [6, 7, 8, 8], [True, False, True, True], 10, 4) == [[2, 3], [10, 6], [10, 8]]
+    assert requeue([[0, n] for n in range(16)], [20], [True], 9, 2) == [[0, n] for n in range(1, 16)] + [[9, 20]]

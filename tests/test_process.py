@@ -89,6 +89,7 @@ def test_wrong_rank_is_one_line(tmp_path, name, value):
     (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
     *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
         (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "--max-prompt-tokens"))),
+    *((["train.py", "--prompts-per-step", count, "--replay", "0.3"], "--replay 0.3") for count in ("2", "99999")),
     *(([program, *flags], named) for program in ("evaluate.py", "tools/chat.py") for flags, named in (
         ([], "--model"), (["folder"], "folder is not a run folder"), ([TINY], f"--model {TINY}"))),
     (["evaluate.py", "--model", TINY], "give a run folder or --data"),

@@ -510,6 +510,38 @@ def test_two_ranks_equal_one(runs):
     assert (one["master"] - two["master"]).abs().max() < 4 * 2 * 1e-3
 
 
+def test_replay_asks_again_resumes_and_is_shared(runs):
+    flags = *"--steps 12 --replay 0.5 --prompts-per-step 4 --max-new-tokens 12".split(), \
+        *"--temperature 2 --eval-every 5 --save-every 4".split()
+    runs.run("replays", *flags)
+    rows = runs.rows("replays")
+    for step, metrics in enumerate(runs.metrics("replays")):
+        asked = [row["id"] for row in rows if row["step"] == step][::4]
+        before = {row["id"] for row in rows if row["step"] <= step - 8}
+        assert len({*asked}) == 4
+        assert [name in before for name in asked] == [n < metrics["replayed"] for n in range(4)]
+        correct = [row["correct"] for row in rows if row["step"] == step][4 * metrics["replayed"]:]
+        assert metrics["accuracy_new"] == sum(correct) / len(correct)
+    assert metrics["replayed"] == 2
+    shutil.copytree(runs.folder / "replays", runs.folder / "replays2")
+    shutil.rmtree(runs.folder / "replays2/checkpoints/step_000012")
+    runs.run("replays2", "--resume")
+    assert runs.same("replays", "replays2")
+    runs.run_ranks("replays3", *flags)
+    assert [(row["id"], row["completion"]) for row in runs.rows("replays3")] == \
+        [(row["id"], row["completion"]) for row in rows]
+
+
+def test_run_from_before_replay_resumes_at_its_own_problem(runs, whole):
+    shutil.copytree(runs.folder / whole, runs.folder / "before")
+    shutil.rmtree(runs.folder / "before/checkpoints/step_000006")
+    state = runs.folder / "before/checkpoints/step_000003/state.json"
+    counters = json.loads(state.read_text())
+    state.write_text(json.dumps({name: counters[name] for name in ("step", "cursor", "tokens", "skipped")}))
+    runs.run("before", *RESUME)
+    assert runs.same(whole, "before")
+
+
 def test_rank_without_a_problem(runs):
     runs.run_ranks("idle", *"--steps 1 --prompts-per-step 1".split())
     assert len(runs.metrics("idle")) == 1 and len(runs.rows("idle")) == 4
