@@ -15,18 +15,10 @@ FLAGS = {"step": ["--prompts", 3, "--group-size", 2, "--micro-batch-tokens", 204
 
 
 @pytest.fixture
-def measured(on_cpu, monkeypatch):
-    """A function that runs a command on the toy model with FLAGS and these flags. -> its figures"""
-    def figures(command, *flags):
-        monkeypatch.setattr(sys, "argv", ["bench.py", command, "--model", "toy", "--lora-rank", "2",
-                                          *map(str, [*FLAGS[command], *flags])])
-        return list(bench.COMMANDS[command](bench.read_flags()))[-1]
-    return figures
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Runs bench on a toy model and a CPU, with short completions and stubs for a GPU's clock and memory."""
+def measured(monkeypatch):
+    """A function that runs a command with FLAGS and these flags, on a toy model and a CPU, with short completions and
+    stubs for a GPU's clock and memory. -> its figures
+    """
     monkeypatch.setitem(bench.SIZES, "toy", (64, 128, 2, 4, 2, 200, True))
     monkeypatch.setattr(bench, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(bench, "drawn_lengths", lambda count, *_: [3 + i % 17 for i in range(count)])
@@ -34,6 +26,12 @@ def on_cpu(monkeypatch):
     for name, answer in dict(synchronize=None, set_device=None, reset_peak_memory_stats=None, max_memory_allocated=0,
                              max_memory_reserved=0, get_device_name="NVIDIA H200").items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+    def figures(command, *flags):
+        monkeypatch.setattr(sys, "argv", ["bench.py", command, "--model", "toy", "--lora-rank", "2",
+                                          *map(str, [*FLAGS[command], *flags])])
+        return list(bench.COMMANDS[command](bench.read_flags()))[-1]
+    return figures
 
 
 def test_sizes_match_published_parameter_counts():
@@ -70,14 +68,11 @@ def test_step_samples_drawn_lengths_and_trains_on_every_row(measured, monkeypatc
         assert done.sums["tokens"] == sum(bench.drawn_lengths(6)) == figures["tokens"]
 
 
-def test_rollout_keeps_to_its_kv_cache(measured):
+def test_rollout_keeps_to_its_kv_cache_and_step_to_a_fixed_length(measured):
+    assert measured("step", "--new", "40")["tokens"] == 6 * 40
     gib = 12 * 2 * 2 * 2 * 32 * 16 * 2 / 2**30             # 12 blocks: keys and values, 2 layers, 2 heads of 16, bf16
     figures = measured("rollout", "--kv-gib", gib, "--new", 60)
     assert figures["batch"] == 8 and figures["tokens_s"] > 0 and 0 < figures["kv_gib"] <= gib
-
-
-def test_step_accepts_a_fixed_length(measured):
-    assert measured("step", "--new", "40")["tokens"] == 6 * 40
 
 
 @pytest.mark.parametrize("flags,name", [

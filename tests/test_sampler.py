@@ -393,19 +393,14 @@ def test_random_requests_match_a_plain_loop():
     assert preempted > 30 and stopped > 300 and shared > 8 and waited > 150      # the interesting cases did occur
 
 
-def test_pool_too_small_for_a_sequence_is_refused():
-    model = HashModel()
-    for kv_gib in (minimal_gib(model, 97, extra=-1), 0):
-        with pytest.raises(UserError, match="sequence of 97 tokens"):
-            Sampler(model, 97, kv_gib=kv_gib, engine=HashEngine)
-    Sampler(model, 97, kv_gib=minimal_gib(model, 97), engine=HashEngine)
-
-
-@pytest.mark.parametrize("kv_gib", [2**50, None])
-def test_pool_too_large_for_memory_is_refused(kv_gib, monkeypatch):
+def test_pool_too_small_for_a_sequence_or_too_large_is_refused(monkeypatch):
+    smallest = minimal_gib(HashModel(), 97)
+    Sampler(HashModel(), 97, kv_gib=smallest, engine=HashEngine)
     monkeypatch.setattr(os, "sysconf", lambda name: 2**40)
-    with pytest.raises(UserError, match=f"{10**15} sequences of 97 tokens"):
-        Sampler(HashModel(), 97, max_rows=10**15, kv_gib=kv_gib, engine=HashEngine)
+    for rows, kv_gib, named in ((8, minimal_gib(HashModel(), 97, extra=-1), "sequence of 97"), (8, 0, "sequence of 97"),
+                                (10**15, 2**50, f"{10**15} sequences of 97"), (10**15, None, f"{10**15} sequences")):
+        with pytest.raises(UserError, match=named):
+            Sampler(HashModel(), 97, max_rows=rows, kv_gib=kv_gib, engine=HashEngine)
 
 
 def test_bad_requests_stop():
