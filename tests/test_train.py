@@ -75,6 +75,9 @@ def test_learning_rate_by_hand():
     assert [train_py.learning_rate(wsd, x) for x in (0.1, 0.5, 0.75, 0.875, 1)] == pytest.approx([2, 2, 2, 1, 0])
     slow = dataclasses.replace(wsd, warmup=1.0)                      # rises until it meets the fall: x = 4 (1 - x)
     assert [train_py.learning_rate(slow, x) for x in (0.4, 0.8, 0.9, 1)] == pytest.approx([0.8, 1.6, 0.8, 0])
+    middles = 0.4125, 0.4375, 0.4625, 0.4875                         # of the four updates of the fifth of ten steps
+    rates = [1 + math.cos(math.pi * (x - 0.1) / 0.9) for x in middles]
+    assert train_py.learning_rates(cosine, 4, 10, 4) == pytest.approx(rates)
 
 
 def some_update(ratio, grad_norm):
@@ -82,12 +85,6 @@ def some_update(ratio, grad_norm):
     d = torch.tensor([0.0, math.log(ratio)])
     sums = rollout_sums(d) | {"clip_ratio_high": torch.tensor(grad_norm * 2), "entropy": torch.tensor(grad_norm * 6)}
     return Update(sums, grad_norm, lr=0.1)
-
-
-def test_update_uses_learning_rate_at_its_middle():
-    optim = settings_of("--lr", "1", "--warmup", "0.1", "--lr-schedule", "cosine")
-    rates = [(1 + math.cos(math.pi * (x - 0.1) / 0.9)) / 2 for x in (0.4125, 0.4375, 0.4625, 0.4875)]
-    assert train_py.learning_rates(optim, 4, 10, 4) == pytest.approx(rates)
 
 
 def test_updates_take_disjoint_groups_and_epochs_repeat_them():
