@@ -78,10 +78,9 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         began = time.perf_counter()
         again, new = choose_problems(len(run.problems), seed, settings.prompts_per_step,
                                      progress.next_new, progress.queue, step, settings.replay)
-        chosen = again + new                                     # numbers of problems
-        next_cursor = progress.cursor + len(chosen)
+        next_cursor = progress.cursor + settings.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
-        problems = [run.problems[number] for number in share(chosen)]
+        problems = [run.problems[number] for number in share(again + new)]
         sigma = aqn.sigma_at(step, steps, settings.sigma_start, settings.sigma_end,
                              settings.noise_stages, settings.noise_schedule)
         with aqn.noisy_norms(run.model, sigma, seed, step):      # everything else is noise-free
@@ -112,14 +111,8 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
         metrics = {"step": step, "sigma": sigma, "tokens": tokens, "seconds": done - began,
                    "seconds_sample": updating - began, "seconds_update": done - updating}
         metrics |= report(rollouts, batch.has_advantage(), loss_weights, updates, G)
-        queue = []
-        if settings.replay:
-            new_rows = rollouts.rows[len(again) * G:]
-            metrics |= {"replayed": len(again),
-                        "accuracy_new": sum(r.graded["correct"] for r in new_rows) / len(new_rows)}
-            split = grpo.split_groups(column(rollouts.rows, "reward"), G).tolist()
-            queue = requeue(progress.queue, chosen, split, step, settings.prompts_per_step)
-        metrics |= {"skipped": skipped}
+        queue, of_replay = replay(settings, progress, again, new, rollouts.rows)
+        metrics |= of_replay | {"skipped": skipped}
         if step == 0:
             metrics |= {f"{key}_before": value for key, value in before.items()}
         console.tell(settings, metrics, updates)
@@ -231,6 +224,18 @@ def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[t
     metrics |= {"grad_norm": trained[-1].grad_norm, "lr": updates[-1].lr}
     seconds = rollouts.seconds or math.inf       # 0 if a user's sampling function didn't set it
     return metrics | {"idle": rollouts.idle, "tokens_per_s": rollouts.num_tokens / seconds}
+
+
+def replay(settings: Settings, progress: Progress, again: list[int], new: list[int],
+           rows: list[Row]) -> tuple[list, dict]:
+    """The queue of --replay after a step that asked the problems `again` and `new`, and its metrics.
+    """
+    if not settings.replay:
+        return [], {}
+    split = grpo.split_groups(column(rows, "reward"), settings.group_size).tolist()
+    queue = requeue(progress.queue, again + new, split, progress.step, settings.prompts_per_step)
+    of_new = [row.graded["correct"] for row in rows[len(again) * settings.group_size:]]
+    return queue, {"replayed": len(again), "accuracy_new": sum(of_new) / len(of_new)}
 
 
 def evaluate(run: Run, sample: Callable, steps_done: int) -> dict:
