@@ -5,6 +5,7 @@ python -m pytest tests/test_process.py -v
 """
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,14 +14,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from helpers import ROOT, write_sums
+from helpers import HERE, ROOT, write_sums
 
 import env
 import weights
 from files import Stopped, UserError
 
 TINY = str(ROOT / "tiny")
-EVALUATE = "evaluate.py", "--model", TINY, "--data", "taken/my.jsonl"
 
 
 def run(*argv, cwd, code=None, **more):
@@ -75,52 +75,22 @@ def test_wrong_rank_is_one_line(tmp_path, name, value):
     assert status == 1 and f" {name}={value}, " in text and text.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv,named", [
-    (["train.py", "--device", "cuda:77"], "--device cuda:77"),
-    *[([*program, "--model", name], f"--model {name}")
-      for program in (["train.py"], ["evaluate.py", "--data", "arithmetic"], ["tools/chat.py"])
-      for name in ("nosuch", "./my-model", "some/model")],
-    (["train.py", "--model", "folder"], "folder/config.json"),
-    (["train.py", "--adapter", "folder"], "folder/adapter_config.json"),
-    (["train.py", "--resume", "--out", "folder"], "folder is not a run folder"),
-    (["train.py", "--out", "taken"], "taken"), (["train.py", "--out", "taken", "--reward", "no:f"], "--reward no:f"),
-    (["train.py", "--prompt-style", "no:f"], "--prompt-style"), (["train.py", "--max-new-tokens", "999"], "new-tokens"),
-    (["train.py", "--out", ""], "--out"), (["train.py", "--reward", "no:f"], "--reward no:f"),
-    (["train.py", "--eval-data", "nowhere.jsonl"], "nowhere.jsonl"),
-    *((["train.py", "--data", "taken/my.jsonl", *flags], named) for flags, named in (
-        (["--calibrate", "1"], "--calibrate"), (["--max-prompt-tokens", "3"], "--max-prompt-tokens"))),
-    *((["train.py", "--prompts-per-step", count, "--replay", "0.3"], "--replay 0.3") for count in ("2", "99999")),
-    *(([program, *flags], named) for program in ("evaluate.py", "tools/chat.py") for flags, named in (
-        ([], "--model"), (["folder"], "folder is not a run folder"), ([TINY], f"--model {TINY}"))),
-    (["evaluate.py", "--model", TINY], "give a run folder or --data"),
-    *(([*EVALUATE, *flags.split()], named) for flags, named in (
-        ("--samples 0", "--samples"), ("--limit -1", "--limit"), ("--top-p 0", "--top-p"), ("--sample 4", "--sample"),
-        ("--temperature nan", "--temperature"), ("--samples 4 --temperature 0", "--samples"), ("--data=", "--data="),
-        ("--max-new-tokens 1020", "max_position_embeddings is 1024"), ("--reward no:f", "--reward no:f"),
-        ("--adapter nowhere", "nowhere/adapter_config.json"), ("--adapter=", "--adapter"),
-        ("--out taken", "--out taken"), ("--data nowhere.jsonl", "nowhere.jsonl"),
-        ("--prompt-style odd", "--prompt-style odd"), ("--out taken/my.jsonl", "--out taken/my.jsonl"),
-        ("--out taken/my.jsonl/x", "my.jsonl"),
-        (f"--out {'x' * 250}", "xxx: cannot be written (File name too long"),
-        ("--samples 2 --temperature 1e-45 --limit 3", "temperature"))),
-    *((["tools/chat.py", "--model", TINY, "--question", "1+1?", *flags], named) for flags, named in (
-        (["--adapter", "nowhere"], "nowhere/adapter_config.json"), (["--thinking", "on"], "--thinking"),
-        (["--max-new-tokens", "0"], "--max-new-tokens"), (["--temperature", "nan"], "--temperature"),
-        (["--prompt-style", "odd"], "--prompt-style"), (["--question", "1+" * 2000], "no room"))),
-    (["tools/convert.py", "merge", "folder", "out"], "folder is not a run folder"),
-    *((["tools/convert.py", "nvfp4", *more.split()], named) for more, named in (
-        ("folder out", "folder/config.json"), ("nowhere out", "nowhere"), (f"{TINY} taken", "taken"),
-        (f"{TINY} out --calibrate 1", "--calibrate"), (f"{TINY} out --calibrate 4 --data none", "data none")))])
-def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, argv, named):
+COMMANDS = [line.split(" => ") for line in (HERE / "wrong_input.txt").read_text().splitlines() if " => " in line]
+
+
+@pytest.mark.parametrize("command,named", [
+    *COMMANDS, (f"tools/chat.py --model TINY --question {'1+' * 2000}", "no room"),
+    (f"evaluate.py --model TINY --data taken/my.jsonl --out {'x' * 250}", "xxx: cannot be written (File name too long")])
+def test_wrong_input_is_named_before_any_download(tmp_path, monkeypatch, capfd, command, named):
     (tmp_path / "folder").mkdir()
     (tmp_path / "taken").mkdir()
     problems = Path(write_sums(tmp_path / "taken/my.jsonl", range(4))).read_text()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
     with pytest.raises(SystemExit) as stop:                # prints the text and exits with 1, or argparse did
-        run_here(tmp_path, monkeypatch, *argv)
+        run_here(tmp_path, monkeypatch, *shlex.split(command.replace("TINY", TINY)))
     line = capfd.readouterr().err.splitlines()[-1] if stop.value.code == 2 else stop.value.code
-    assert named in line and "\n" not in line
+    assert named.replace("TINY", TINY) in line and "\n" not in line
     assert (tmp_path / "taken/my.jsonl").read_text() == problems
     assert {path.name for path in tmp_path.rglob("*")} - {"runs", "tiny-nvfp4-my-0"} == {"folder", "taken", "my.jsonl"}
 
