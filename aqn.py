@@ -11,8 +11,8 @@ noise. The noise doesn't scale with w: in relative terms, a channel with w = 0.1
 far as one with w = 1.
 
 Despite its name AQN isn't adaptive: sigma follows a fixed schedule. It is 0 in the first of K
-stages, when rounding to 4 bits is noise enough, and then falls from sigma_start to just above
-sigma_end.
+stages, when rounding to 4 bits is noise enough, and then falls from sigma_start towards sigma_end,
+which it doesn't quite reach.
 
 Only rollouts are noisy. The learner and evaluations aren't; grpo.py corrects for the difference.
 

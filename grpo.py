@@ -162,7 +162,7 @@ def spread(grouped: Tensor) -> Tensor:
     return highest - grouped.nan_to_num(nan=torch.inf).amin(dim=1)
 
 
-def split_groups(rewards: Tensor, group_size: int) -> Tensor:
+def worth_asking_again(rewards: Tensor, group_size: int) -> Tensor:
     """Which problems are worth asking again: (B,) rewards -> (P,) bool, True if the rewards of a
     group differ by more than half as much as those of the whole batch.
 

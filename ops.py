@@ -8,9 +8,9 @@ gradients. That version is the reference, and it's what runs on a CPU. Some are 
     @replaced_on_gpu             # on a GPU, fast/'s function of the same name runs instead
     def linear(x, layer): ...
 
-fast/backward.py saves memory, fast/kernels.py memory traffic; only roundings differ. To train on a
-GPU with a plain version that you have changed, remove its decorator. Decode steps have kernels of
-their own (a table in docs/forking.md).
+fast/backward.py saves memory, fast/kernels.py memory bandwidth. Results differ only by rounding. To
+train on a GPU with a plain version that you have changed, remove its decorator. Decode steps have
+kernels of their own (a table in docs/forking.md).
 
 Shapes: M rows, N columns and K summed terms of a product.
 """

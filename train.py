@@ -228,11 +228,10 @@ def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[t
 
 def replay(settings: Settings, progress: Progress, again: list[int], new: list[int],
            rows: list[Row]) -> tuple[list, dict]:
-    """The queue of --replay after a step that asked the problems `again` and `new`, and its metrics.
-    """
+    """-> (the queue of --replay after a step that asked the problems `again` and `new`, metrics)"""
     if not settings.replay:
         return [], {}
-    split = grpo.split_groups(column(rows, "reward"), settings.group_size).tolist()
+    split = grpo.worth_asking_again(column(rows, "reward"), settings.group_size).tolist()
     queue = requeue(progress.queue, again + new, split, progress.step, settings.prompts_per_step)
     of_new = [row.graded["correct"] for row in rows[len(again) * settings.group_size:]]
     return queue, {"replayed": len(again), "accuracy_new": sum(of_new) / len(of_new)}

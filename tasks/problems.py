@@ -258,9 +258,9 @@ def choose_problems(n: int, seed: int, size: int, next_new: int, queue: list, st
     """A step's `size` problems, as numbers below n: those asked again, and new ones, which begin at
     place next_new of the run's order.
 
-    replay: the largest share that is asked again. These are problems from `queue`, asked WAIT or
-    more steps ago, the earliest first: their answers got different rewards, and often do so again,
-    while answers with equal rewards have advantages of 0.
+    replay: the largest share that is asked again. These problems come from `queue`: those asked
+    WAIT or more steps ago, the earliest first. Their answers earned different rewards and often do
+    so again; answers with equal rewards would have advantages of 0.
     """
     new = problems_at(range(n), seed, range(next_new, next_new + size))
     again = [number for asked, number in queue if asked <= step - WAIT and number not in new]
@@ -275,6 +275,7 @@ def requeue(queue: list, chosen: list[int], split: list[bool], step: int, size: 
     waiting = [one for one in queue if one[1] not in chosen]
     waiting += [[step, number] for number in dict.fromkeys(compress(chosen, split))]
     return waiting[-WAIT * size:]
+
 
 def problems_at(problems: Sequence, seed: int, places: range) -> list:
     """The problems at these places in a run's order, which begins at place 0.

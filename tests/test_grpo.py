@@ -80,12 +80,12 @@ def test_informative_groups_are_those_with_spread():
     assert grpo.informative_groups(rewards, 2).tolist() == [False, False, True, False, False, True]
 
 
-def test_split_groups_differ_by_more_than_half_of_the_batch():
+def test_groups_worth_asking_again_differ_by_more_than_half_of_the_batch():
     right_or_wrong = torch.tensor([0, 0, 1, 1, 0, 1, NAN, 1, NAN, NAN])
-    assert grpo.split_groups(right_or_wrong, 2).tolist() == [False, False, True, False, False]
+    assert grpo.worth_asking_again(right_or_wrong, 2).tolist() == [False, False, True, False, False]
     shaped = torch.tensor([0, 0.1, 1.1, 0, -0.1, 0.4, 1, 1.1])                # a range of 1.2
-    assert grpo.split_groups(shaped, 2).tolist() == [False, True, False, False]
-    assert not grpo.split_groups(torch.zeros(4), 2).any()
+    assert grpo.worth_asking_again(shaped, 2).tolist() == [False, True, False, False]
+    assert not grpo.worth_asking_again(torch.zeros(4), 2).any()
 
 
 def test_loss_mask_drops_unscorable_and_overlong_rows():

@@ -8,6 +8,7 @@ import ast
 import functools
 import inspect
 import json
+import re
 import subprocess
 import sys
 
@@ -44,7 +45,7 @@ def module(name):
 SOURCES = {module(name): (ROOT / name).read_text(encoding="utf-8") for name in tracked()
            if name.endswith(".py") and not name.startswith(("tests/", "examples/"))}
 MODULES = set(SOURCES)
-PROGRAMS = [name for name, text in SOURCES.items() if 'if __name__ == "__main__"' in text]
+PROGRAMS = [name for name, text in SOURCES.items() if re.search(r"^if __name__ ?== ?['\"]__main__", text, re.M)]
 
 
 @functools.cache
