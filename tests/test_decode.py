@@ -351,9 +351,9 @@ def test_heads_kernel_matches_float64(H, KV, d, family, ROWS, gen):
 
 @runs_kernels
 @in_one_setting
-@pytest.mark.parametrize("heads,plan", itertools.product(
+@pytest.mark.parametrize("heads,plan", [*itertools.product(
     [(14, 2, 64), (28, 4, 128), (10, 2, 128)],
-    [(1, True, 4, 16), (2, True, 8, 16), (16, False, 4, 32), (1, False, 8, 16), (4, False, 4, 16)]) if GPU else [
+    [(1, True, 4, 16), (2, True, 8, 16), (16, False, 4, 32), (1, False, 8, 16), (4, False, 4, 16)])] if GPU else [
     ((14, 2, 64), (1, True, 4, 16)), ((7, 1, 64), (2, True, 8, 16)), ((7, 1, 64), (8, False, 4, 32))])
 def test_attention_kernel_matches_float64(heads, plan, gen):
     (H, KV, d), (splits, together, W, T) = heads, plan
