@@ -53,9 +53,9 @@ class Batch:
 
 
 class Update(NamedTuple):
-    """Result of update(). `failure` is set if the loss or gradient is not finite, and `sums` is
-    empty if no row was trained. No step is taken in either case, nor if the gradient is 0 up to
-    rounding. Skipped updates still report the non-finite values.
+    """Result of update(). An update is skipped if the loss or gradient is not finite (`failure` is
+    set, and the values are still reported), if no row was trained (`sums` is empty), or if the
+    gradient is only rounding.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
@@ -238,14 +238,14 @@ class Learner:
         advantages = batch.advantages[indices][row_of_token]
         if batch.token_advantages:
             advantages = advantages + torch.cat([batch.token_advantages[b] for b in indices])
-        loss_weights = torch.cat([loss_weights[b, :n] for b, n in zip(indices, lengths)])
+        weights = torch.cat([loss_weights[b, :n] for b, n in zip(indices, lengths)])
         # Tokens outside the loss, such as a tool's, are dropped only now: others attend to them.
-        in_loss = loss_weights.nonzero()[:, 0]
-        advantages, row_of_token, loss_weights = (
-            t[in_loss].to(device) for t in (advantages, row_of_token, loss_weights))
+        in_loss = weights.nonzero()[:, 0]
+        advantages, row_of_token, weights = (
+            t[in_loss].to(device) for t in (advantages, row_of_token, weights))
         in_loss = in_loss.to(device)
         logprobs = grpo.LogProbs(*(None if t is None else t[in_loss] for t in logprobs))
-        loss, sums = grpo.policy_loss(logprobs, advantages, row_of_token, loss_weights, self.loss)
+        loss, sums = grpo.policy_loss(logprobs, advantages, row_of_token, weights, self.loss)
         sums["entropy"] = entropy[in_loss].detach().sum().double()
         sums["loss"] = loss.detach().double()
         return loss, sums

@@ -13,9 +13,10 @@ The first of these rules that applies gives the answer:
     marker       what follows the last "answer is", "answer:" or "####" in its sentence, without
                  a subject: "answer: the sum is 5" gives 5
 
-Only the first turn counts, after its last </think>. Everything in the box, tag or sentence is part
-of the answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5 million" aren't. The
-right value alone may earn nothing, for example if arithmetic is left undone (grader/forms.py).
+Only the text after the last </think> of the first turn is graded. Everything in the box, tag or
+sentence is part of the answer: "5 apples" is 5, but "5 or 6", "not 5", "more than 5" and "5
+million" aren't. The right value alone may earn nothing, for example if arithmetic is left undone
+(grader/forms.py).
 
 Grading takes time linear in the length of the text, so there's no time limit.
 """

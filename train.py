@@ -22,7 +22,8 @@ advantages and weights don't depend on the number of ranks.
 
 A run folder has run.json (settings, library versions, machine), metrics.jsonl (one line per step),
 samples.jsonl and held_out.jsonl (every graded answer from training and evaluations), adapter/ (in
-PEFT's format; model/ with --train full) and checkpoints/ (the last two).
+PEFT's format; model/ with --train full), base/ (the 4-bit model, if the run calibrated it) and
+checkpoints/ (the last two).
 
 Not here: setup (harness/setup.py), settings (harness/config.py).
 """
@@ -76,8 +77,9 @@ def train(run: Run, sample: Callable = sample_answers) -> None:
     for step in range(progress.step, steps):
         # 1) Sample answers to this rank's share of the step's problems.
         began = time.perf_counter()
-        again, new = choose_problems(len(run.problems), seed, settings.prompts_per_step,
-                                     progress.next_new, progress.queue, step, settings.replay)
+        again, new = choose_problems(len(run.problems), seed, size=settings.prompts_per_step,
+                                     next_new=progress.next_new, queue=progress.queue, step=step,
+                                     replay=settings.replay)
         next_cursor = progress.cursor + settings.prompts_per_step
         places = share(range(progress.cursor, next_cursor))
         problems = [run.problems[number] for number in share(again + new)]
@@ -228,7 +230,9 @@ def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[t
 
 def replay(settings: Settings, progress: Progress, again: list[int], new: list[int],
            rows: list[Row]) -> tuple[list, dict]:
-    """-> (the queue of --replay after a step that asked the problems `again` and `new`, metrics)"""
+    """Returns the queue of --replay after a step that asked the problems `again` and `new`, and its
+    metrics.
+    """
     if not settings.replay:
         return [], {}
     split = grpo.worth_asking_again(column(rows, "reward"), settings.group_size).tolist()
