@@ -1,7 +1,7 @@
 """
 Tool use inside an answer: the model calls a calculator by writing an expression and a =.
 
-    python -m examples.calculator --lr 1e-3 --steps 24     the bundled model learns to call it
+    python -m examples.calculator --lr 1e-3 --steps 24 --out runs/calculator
 
 The model writes an answer in turns, each ending at "=". The result is then appended with mask 0, so
 the model reads it without being trained on it, and continues:

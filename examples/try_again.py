@@ -1,7 +1,7 @@
 """
 A two-turn conversation: a wrong answer gets "Try again.", and then only the second one counts.
 
-    python -m examples.try_again --lr 1e-3 --steps 24 --max-new-tokens 96
+    python -m examples.try_again --lr 1e-3 --steps 24 --max-new-tokens 96 --out runs/try-again
 
     The answer is \\boxed{24}.<|im_end|> | \\n<|im_start|>user\\nTry again.<|im_end|>\\n... | Step by ...
                sampled                                  the user                          sampled

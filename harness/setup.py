@@ -46,6 +46,7 @@ from ranks import LOCAL_RANK, RANK, WORLD, gather, join_ranks, say
 from sampler import Sampler, TorchEngine
 from scheduler import KV_BLOCK
 from tasks import plugin
+from tasks.problems import most_again
 from weights import ModelFolder
 
 
@@ -111,8 +112,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     folder.check_length(settings.max_prompt_tokens + settings.max_new_tokens)
     tokenizer = Tokenizer(folder.path, settings.thinking)
     problems, held_out = split_problems(settings, tokenizer)
-    most = int(settings.replay * settings.prompts_per_step)
-    if settings.replay and (not most or len(problems) <= settings.prompts_per_step):
+    if settings.replay and not most_again(len(problems), settings.prompts_per_step, settings.replay):
         raise UserError(f"--replay {settings.replay}: with {settings.prompts_per_step} of "
                         f"{len(problems)} problems per step, none would be asked again")
     claim(out, earlier is not None)              # so no other run writes there

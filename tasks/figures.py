@@ -45,7 +45,7 @@ def sampler_entropy(rows: list[dict]) -> float:
     truncated distribution.
     """
     tokens = sum(row["length"] for row in rows)
-    return -sum(row["mean_logprob"] * row["length"] for row in rows) / tokens
+    return 0.0 - sum(row["mean_logprob"] * row["length"] for row in rows) / tokens    # not -0.0
 
 
 # -----------------------------------------------------------------------------

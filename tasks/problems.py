@@ -264,8 +264,15 @@ def choose_problems(n: int, seed: int, size: int, next_new: int, queue: list, st
     """
     new = problems_at(range(n), seed, range(next_new, next_new + size))
     again = [number for asked, number in queue if asked <= step - WAIT and number not in new]
-    again = again[:int(size * replay)]
+    again = again[:most_again(n, size, replay)]
     return again, new[:size - len(again)]
+
+
+def most_again(n: int, size: int, replay: float) -> int:
+    """How many of a step's `size` problems out of n may be asked again. 0 if all n come as new ones
+    within WAIT steps or so, which leaves none to ask again.
+    """
+    return int(size * replay + 1e-9) if n > WAIT // 2 * size else 0
 
 
 def requeue(queue: list, chosen: list[int], split: list[bool], step: int, size: int) -> list:

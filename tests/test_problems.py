@@ -24,6 +24,7 @@ from tasks.problems import (
     epoch_order,
     has_test_split,
     load_problems,
+    most_again,
     problems_at,
     requeue,
 )
@@ -228,12 +229,13 @@ def test_a_step_depends_only_on_its_places():
 
 
 def test_replay_by_hand():
-    order = problems_at(range(12), 0, range(24))
+    order = problems_at(range(20), 0, range(40))
     asked = [order[0], order[2], order[5]]
     queue = [[1, asked[0]], [2, asked[1]], [2, asked[2]], [3, order[9]]]      # at step 10, that of step 3 still waits
-    upcoming = order[11:15]                                                   # crosses into the second epoch
+    upcoming = order[19:23]                                                   # crosses into the second epoch
     ready = [number for number in asked if number not in upcoming][:2]
-    assert choose_problems(12, 0, 4, 11, queue, 10, 0.5) == (ready, upcoming[:4 - len(ready)])
-    assert choose_problems(12, 0, 4, 11, queue, 10, 0.0) == ([], upcoming)
+    assert choose_problems(20, 0, 4, 19, queue, 10, 0.5) == (ready, upcoming[:4 - len(ready)])
+    assert choose_problems(20, 0, 4, 19, queue, 10, 0.0) == ([], upcoming)
+    assert [most_again(*case) for case in ((16, 4, 0.5), (17, 4, 0.5), (900, 100, 0.29))] == [0, 2, 29]
     assert requeue([[1, 6], [2, 3]], [6, 7, 8, 8], [True, False, True, True], 10, 4) == [[2, 3], [10, 6], [10, 8]]
     assert requeue([[0, n] for n in range(16)], [20], [True], 9, 2) == [[0, n] for n in range(1, 16)] + [[9, 20]]
