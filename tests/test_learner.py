@@ -232,7 +232,8 @@ def test_optimizer_matches_torchs_adamw_and_the_formula():
     gradients[:, :2] = 0                                                  # two parameters never get a gradient
     mine, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     optimizer = AdamW(SimpleNamespace(master=mine), weight_decay=0.1)
-    how = dict(lr=1.0, betas=AdamW.BETAS, eps=AdamW.EPS, weight_decay=0.1)
+    b1, b2 = AdamW.BETAS
+    how = dict(lr=1.0, betas=(b1, b2), eps=AdamW.EPS, weight_decay=0.1)
     fused = torch.optim.AdamW([theirs], fused=True, **how)
     exact = start.double()
     m, v = torch.zeros(2, 100, dtype=torch.float64)
@@ -242,8 +243,8 @@ def test_optimizer_matches_torchs_adamw_and_the_formula():
         fused.param_groups[0]["lr"] = lr
         optimizer.step(lr)
         fused.step()
-        m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient.square()
-        exact = exact * (1 - lr * 0.1) - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-10)
+        m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient.square()
+        exact = exact * (1 - lr * 0.1) - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + AdamW.EPS)
         # Each of 20 steps rounds a number of about 3 by some 2^-24.
         torch.testing.assert_close(mine.data.double(), exact, rtol=0, atol=2e-6)
         assert torch.equal(mine.data, theirs.data)
