@@ -44,7 +44,7 @@ ranks simply add up.
 
 GRPO (2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) differ in the
 divisor, the clip, and whether the ratio is per token or per row; each has an entry in LOSSES. They
-also differ in the scale of the advantages and the KL term, which flags set.
+also differ in the scale of the advantages and the KL term; both are set by flags.
 docs/walkthrough.md (section 7) explains why there are two ratios where PPO has one.
 
 Not here: a critic and an entropy bonus (QeRL uses neither), a penalty for long answers

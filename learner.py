@@ -55,7 +55,7 @@ class Batch:
 class Update(NamedTuple):
     """Result of update(). An update is skipped if the loss or gradient is not finite (`failure` is
     set, and the values are still reported), if no row was trained (`sums` is empty), or if the
-    gradient is only rounding.
+    gradient consists only of rounding errors.
     """
     sums: dict[str, Tensor]                      # over the trained tokens, for grpo.summarize
     grad_norm: float                             # before clipping
