@@ -29,7 +29,7 @@ same because it must round where the sampler does: in the textbook form, every n
 differ from the sampler's by one rounding step. AQN's noise is added to w. 1/rms is called rstd, as
 in other libraries: rms(x) = sqrt(mean(x^2) + eps), and no mean is subtracted.
 
-Not here: the KV cache (sampler.py); which models compute this (weights.COMPUTED, FAMILIES).
+Not here: the KV cache (scheduler.py); which models compute this (weights.COMPUTED, FAMILIES).
 
 Shapes: B rows, T tokens, V vocabulary, D hidden size, H query heads, KV key-value heads, d head
 size (not always D / H), F intermediate size.
