@@ -11,7 +11,7 @@ updates `master` in fp32. The model computes with matrices rounded to bf16, whic
 where the sampler's CUDA graphs read them; norms and biases are small and stay fp32. A CPU computes
 in fp32 with the same bf16 numbers. A saved folder is therefore the model that sampled, bit for bit.
 
-Norms and biases get their gradients from autograd as they are, matrices through Rounded. (On a GPU,
+Norms and biases get their gradients from autograd as they are, matrices through rounded(). (On a GPU,
 fast/backward.py adds the matrices' in place.)
 
 Memory: 18 bytes per parameter (master, gradient and two moments in fp32, the bf16 copy).
@@ -34,7 +34,7 @@ import lora
 from loading import parts_of
 from model import Transformer, token_logprobs
 from nvfp4 import Weight
-from ops import Rounded, replaced_on_gpu
+from ops import replaced_on_gpu, rounded
 from weights import save_model
 
 # -----------------------------------------------------------------------------
@@ -143,17 +143,17 @@ class Linear(lora.Linear):
         self.leaf = leaf
 
     def matrix(self) -> Tensor:
-        return Rounded.apply(self.leaf, self.weight.dequantize())
+        return rounded(self.leaf, self.weight.dequantize())
 
 
 @replaced_on_gpu
 def look_up(leaf: Tensor, tokens: Tensor, copy: Tensor) -> Tensor:
     """The rows of the embedding: tokens (T,) -> (T, D) fp32."""
-    return Rounded.apply(leaf, copy)[tokens].float()
+    return rounded(leaf, copy)[tokens].float()
 
 
 @replaced_on_gpu
 def head_logprobs(x: Tensor, scale: Tensor, leaf: Tensor, copy: Tensor, targets: Tensor,
                   live: int) -> tuple[Tensor, Tensor]:
     """model.token_logprobs with a trained head."""
-    return token_logprobs(x, scale, Rounded.apply(leaf, copy), targets, live)
+    return token_logprobs(x, scale, rounded(leaf, copy), targets, live)

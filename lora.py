@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from nvfp4 import Weight
-from ops import Rounded, mm_fp32, replaced_on_gpu
+from ops import mm_fp32, replaced_on_gpu, rounded
 
 # -----------------------------------------------------------------------------
 # A linear
@@ -90,8 +90,8 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
     if not layer.rank:
         return y
     # The values are the rounded copies, the gradients those of a and s * b.
-    a = Rounded.apply(layer.a, layer.working_a)
-    b = Rounded.apply(layer.b * layer.adapter.scale, layer.working_b)
+    a = rounded(layer.a, layer.working_a)
+    b = rounded(layer.b * layer.adapter.scale, layer.working_b)
     xa = mm_fp32(x, a.T).to(x.dtype)
     pairs = zip(xa.split(layer.rank, dim=1), b.split(layer.parts))
     return y + torch.cat([mm_fp32(part_xa, part_b.T) for part_xa, part_b in pairs], dim=1)
