@@ -91,7 +91,8 @@ def write_peft(folder: str | Path, tensors: dict[str, torch.Tensor], model_name:
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM",
               "base_model_name_or_path": model_name, "r": rank, "lora_alpha": alpha,
               "lora_dropout": 0.0, "bias": "none",
-              "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+              "target_modules": sorted({name.split(".")[-3] for name in tensors
+                                        if ".lora_A." in name}),
               "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
     folder.mkdir(parents=True, exist_ok=True)
     data = save(tensors, metadata={"format": "pt"})

@@ -327,10 +327,15 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     values |= named
     if values["adapter"] and not resume:
         values |= shape_of(values["adapter"], given)
-    for name in sorted(vars(Noise()).keys() & given.keys()):
-        if given[name] and not values["sigma_start"] and not resume:
-            raise UserError(f"{option(name)} {given[name]} has no effect: noise is off, set "
-                            "--sigma-start")
+    for name, value in given.items():
+        if name in ("sigma_end", "noise_stages", "noise_schedule") and not values["sigma_start"]:
+            why = "noise is off, set --sigma-start"
+        elif name in ("lora_rank", "lora_alpha") and values["train"] == "full":
+            why = "--train full has no adapter"
+        else:
+            continue
+        if not resume:
+            raise UserError(f"{option(name)} {value} has no effect: {why}")
     # Absolute, since a user's function may change the working directory.
     settings = Settings(**values | {"out": str(run_folder(values).absolute())})
     check_together(settings)

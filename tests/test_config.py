@@ -61,7 +61,8 @@ def test_values_have_a_range(flag, wrong, edges, capsys):
 @pytest.mark.parametrize("flags", [
     "--sigma-end 1e-2 --sigma-start 1e-4", "--updates-per-rollout 17 --prompts-per-step 16",
     "--calibrate 8 --base bf16", "--noise-schedule cosine --sigma-start 0", "--noise-stages 4 --sigma-start 0",
-    "--sigma-end 1e-4 --sigma-start 0", "--resume", "--resume --config a.json --out x"])
+    "--sigma-end 1e-4 --sigma-start 0", "--lora-rank 8 --train full", "--lora-alpha 8 --train full", "--resume",
+    "--resume --config a.json --out x"])
 def test_contradicting_flags_are_rejected(flags):
     flag = flags.split()[0]
     with pytest.raises(UserError, match=f"^{flag} "):

@@ -11,7 +11,7 @@ from files import Stopped
 from harness.config import Settings
 from harness.console import PATIENCE, Watch, duration
 
-METRICS = dict(step=0, accuracy=0.3, reward=0.35, groups=9, length=280.0, truncated=0.04, informative=0.25,
+METRICS = dict(step=0, sigma=0.0, accuracy=0.3, reward=0.35, groups=9, length=280.0, truncated=0.04, informative=0.25,
                tokens_per_s=2553.0, seconds=61.0)
 
 
