@@ -266,6 +266,11 @@ class Tokenizer:
         """
         all_pieces = [self._pieces(turns) for turns in conversations]
         texts = list({piece for pieces in all_pieces for piece in pieces if isinstance(piece, str)})
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:      # of a terminal or pipe in another encoding
+            around = error.object[max(0, error.start - 20):error.end]
+            raise UserError(f"a prompt is not valid Unicode: {short_repr(around)}") from None
         encoded = self.file.encode_batch(texts, add_special_tokens=False)
         ids = {text: one.ids for text, one in zip(texts, encoded)}
         ids |= {control: [control] for control in self.control.values()}

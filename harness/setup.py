@@ -125,8 +125,8 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
         memory.check_size(settings, ModelConfig.from_json(folder.config),
                           memory.free_memory(settings.memory_gib))
     if earlier and earlier.get("problems_sha256") != flags["problems_sha256"]:
-        raise UserError(f"--resume: --data {settings.data}: problems or prompts differ from those "
-                        "the run started with")
+        raise UserError(f"--resume: --data {settings.data} or --eval-data: problems or prompts "
+                        "differ from those the run started with")
     model, conditions = read_model(settings, folder, tokenizer, problems, device, earlier)
     check_same_on_all_ranks(conditions)
     flags["trained_with"] = conditions

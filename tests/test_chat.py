@@ -74,10 +74,11 @@ def test_full_conversation_is_reported_and_empty_line_restarts(tokenizer, model,
     chat = new_chat(tokenizer, model, length=120)
     answers, ask = [], chat.ask
     monkeypatch.setattr(chat, "ask", lambda question: answers.append(ask(question)) or answers[-1])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTIONS[0]}\n" * 3 + f"\n{QUESTIONS[0]}\n"))
+    typed = f"{QUESTIONS[0]}\n" * 3 + f"\n{QUESTIONS[0]}\n\ncaf\xe9\n{QUESTIONS[0]}\n"      # é isn't UTF-8
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode("latin-1")), encoding="utf-8"))
     chat_py.talk(chat)
     out, err = capsys.readouterr()
-    assert "no room" in err and "120" in err
+    assert "no room" in err and "120" in err and "not valid Unicode" in err
     assert out == "".join(chat_py.printable(answer) + "\n" for answer in answers)       # and nothing else
     assert answers[0] == answers[-1] != ""
 

@@ -328,7 +328,7 @@ def test_custom_reward_sees_all_fields_and_needs_no_gold(runs):
     assert metrics["accuracy"] == metrics["reward_correct"] and 1 <= metrics["eval_reward"] <= 4
     write_rows(runs.folder / "levels.jsonl", [row | {"target": "y"} for row in LEVELS])
     log = runs.run("levels", "--resume", *levels, "--steps", "2", code=1)
-    assert "levels.jsonl: problems or prompts differ" in log.splitlines()[-1]
+    assert "levels.jsonl or --eval-data: problems" in log.splitlines()[-1]
 
 
 def test_rewards_that_are_nan_are_left_out(runs):
@@ -384,7 +384,7 @@ def test_signal_saves_last_step_and_run_resumes(runs, whole, number, where):
 @pytest.mark.parametrize("flags,call,expected", [
     ("", "RunFolder.load", "stopped by SIGTERM; nothing was changed; continue"),
     ("", "trim_log", "stopped by SIGTERM; step 6 is saved; continue"),    # the checkpoint is read, not yet applied
-    ("--lr 0.5", None, "--lr is 0.5"), ("--data more.jsonl", None, "more.jsonl: problems or prompts differ")])
+    ("--lr 0.5", None, "--lr is 0.5"), ("--data more.jsonl", None, "more.jsonl")])
 def test_resume_that_fails_changes_nothing(runs, whole, flags, call, expected):
     # The trained adapter must not be replaced by the initial one, whose B is zero.
     before = files_of(runs.folder / whole)

@@ -64,6 +64,8 @@ def talk(chat: Chat) -> None:
     """Answers each line of stdin until it ends."""
     if not sys.stdin:
         raise UserError("stdin is closed: ask with --question")
+    with suppress(AttributeError):               # so a line in another encoding isn't the last
+        sys.stdin.reconfigure(errors="surrogateescape")
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):              # Windows has none; its terminal edits lines itself

@@ -25,7 +25,7 @@ import env  # isort: skip; its settings come before torch
 import calibrate
 from files import UserError, must_be_new
 from harness import config
-from harness.config import add_flag, number
+from harness.config import add_flag, number, option
 from harness.setup import choose_device, open_model
 from loading import model_tensors
 from prompts import Tokenizer, encode_prompts
@@ -67,22 +67,28 @@ def write_merged(args: argparse.Namespace) -> None:
     print(f"{args.out}: {settings.model} ({settings.base}) with {adapter}, in bf16")
 
 
+CALIBRATION = dict(calibrate=None, data="gsm8k", prompt_style="boxed", thinking="off", seed=0)
+
+
 def main() -> None:
     parser = env.parser("{nvfp4,merge} source out [flags]", __doc__)
     add = parser.add_argument
     add("command", choices=("nvfp4", "merge"))
     add("source", help="nvfp4: folder, name or id of a 16-bit model; merge: run folder")
     add("out", type=Path, help="new or empty folder")
-    add("--calibrate", type=number(int, "[2, 1e5]"), metavar="N", help="choose the codes with "
-        "GPTQ on answers to N training problems; the last eighth is held out to measure the KL "
-        "divergence")
-    for name, default in dict(data="gsm8k", prompt_style="boxed", thinking="off",
-                              device=None).items():
-        add_flag(parser, name, default)
-    add_flag(parser, "seed", 0, "random seed of the calibration (default: 0)")
+    add("--calibrate", type=number(int, "[2, 1e5]"), metavar="N", default=argparse.SUPPRESS,
+        help="nvfp4: choose the codes with GPTQ on answers to N training problems; the last eighth "
+             "is held out to measure the KL divergence")
+    add_flag(parser, "device", None)
+    for name in ("data", "prompt_style", "thinking", "seed"):
+        add_flag(parser, name)
     args = parser.parse_args()
     with env.one_line():
         must_be_new(args.out)
+        given = vars(args).keys() & CALIBRATION.keys()
+        if given and (args.command == "merge" or "calibrate" not in given):
+            raise UserError(f"{option(min(given))} is only for nvfp4 --calibrate")
+        args = argparse.Namespace(**CALIBRATION | vars(args))
         if args.command == "nvfp4":
             convert_to_nvfp4(args)
         else:
