@@ -25,7 +25,7 @@ from files import UserError, counted, first_line, json_line, read_run_json, writ
 from harness import config, console, memory
 from harness.config import add_flag, number
 from harness.setup import choose_device, open_model
-from prompts import Tokenizer, digest_of, encode_prompts, readable_problems, split_problems
+from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, readable_problems, split_problems
 from ranks import WORLD, say
 from sampler import Row, Sampler, Sampling
 from tasks import plugin
@@ -127,11 +127,15 @@ def read_flags() -> argparse.Namespace:
 # The model, and the problems
 
 def check_model(args: argparse.Namespace) -> tuple[ModelFolder, Tokenizer, torch.device]:
-    """-> the model's folder, its tokenizer and the device. Sets args.base.
+    """-> the model's folder, its tokenizer and the device. Sets args.base. Loads --prompt-style and
+    compares the user's functions with the run's; --reward must be loaded.
 
     UserError for anything wrong with the device, the adapter or the model, except for its weights:
     setup.open_model() may take an hour to download them.
     """
+    prompt_function(args.prompt_style)
+    if args.run:
+        tell_changed_functions(args, args.run)
     device = choose_device(args.device, args.model, args.kernels)
     memory.bound(args.memory_gib, device)
     if args.adapter:
@@ -139,6 +143,20 @@ def check_model(args: argparse.Namespace) -> tuple[ModelFolder, Tokenizer, torch
     folder = ModelFolder(args.model)
     args.base = folder.choose_base(args.base)
     return folder, Tokenizer(folder.path, args.thinking), device
+
+
+def tell_changed_functions(args: argparse.Namespace, run: config.Settings) -> None:
+    """Prints which of the run's functions, --reward and --prompt-style, come from another file than
+    at the run's last start.
+    """
+    run_json = read_run_json(run.out)
+    was = [run_json.get("about", {}), *run_json.get("resumed", [])][-1]
+    for key, now in plugin.digests(args).items():
+        name = key.removesuffix("_sha256")
+        spec = getattr(run, name)
+        if now and getattr(args, name) == spec and was.get(key, now) != now:
+            say(f"{config.option(name)} {spec}: {spec.partition(':')[0]}.py differs from the one "
+                f"that {run.out} was trained with")
 
 
 def problems_of(args: argparse.Namespace, tokenizer: Tokenizer) -> list:
@@ -216,7 +234,8 @@ def figures_of(args: argparse.Namespace, rows: list[dict]) -> dict:
     if args.temperature > 0:
         figures["sampler_entropy"] = sampler_entropy(rows)
     if args.reward:
-        figures["mean_reward"] = torch.tensor([row["reward"] for row in rows]).nanmean().item()
+        figures["mean_reward"] = torch.tensor([row["reward"] for row in rows],
+                                              dtype=torch.float64).nanmean().item()
     return figures | {"n": len(rows) // args.samples,
                       "tokens": sum(row["length"] for row in rows)}
 

@@ -207,7 +207,8 @@ def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[t
     if "parts" in graded[0]:
         names = dict.fromkeys(name for one in graded for name in one["parts"])   # each name once
         for name in names:
-            part = torch.tensor([one["parts"].get(name, 0.0) for one in graded])
+            part = torch.tensor([one["parts"].get(name, 0.0) for one in graded],
+                                dtype=torch.float64)
             metrics[f"reward_{name}"] = part.nanmean().item()
     metrics |= {"accuracy": mean("correct"), "format": mean("format")}
     metrics |= {"length": mean("length"), "truncated": 1 - mean("finished")}
@@ -215,7 +216,7 @@ def report(rollouts: Rollouts, has_advantage: torch.Tensor, loss_weights: list[t
     informative = grpo.informative_groups(column(rows, "reward"), group_size)
     in_some_update = (sum(loss_weights) > 0).any(dim=1)            # (B,)
     trained_rows = has_advantage & in_some_update
-    metrics["informative"] = informative.float().mean().item()
+    metrics["informative"] = informative.double().mean().item()
     metrics["groups"] = int(trained_rows.view(-1, group_size).any(dim=1).sum())
     # Compare the learner with the sampler in the first update that trained a row, before the policy
     # has moved, and count clipped tokens in the last one, where it has moved most.

@@ -81,7 +81,7 @@ class Run:
     watch: Watch
     tracker: ModuleType | None                   # the library of --report-to
     flags: dict                                  # run.json without `about`
-    reward_sha256: str | None                    # of --reward's file
+    digests: dict                                # plugin.digests() of the settings
     earlier: dict | None                         # the run.json of a resumed run
 
     def end(self, then: str) -> str:
@@ -154,7 +154,7 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     run_folder = RunFolder(out, state, *result[settings.train])
     say(f"ready after {time.perf_counter() - began:.1f} s")
     return Run(settings, tokenizer, problems, held_out, grade, model, learner, sampler, run_folder,
-               Watch(settings), library, flags, plug_in and plug_in.sha256, earlier)
+               Watch(settings), library, flags, plugin.digests(settings), earlier)
 
 
 def import_compiler() -> None:
@@ -315,7 +315,7 @@ def begin(run: Run) -> Progress:
     cores = f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else cores
     hardware = f"{WORLD} x {processor}"
-    about = env.provenance(hardware) | {"reward_sha256": run.reward_sha256}
+    about = env.provenance(hardware) | run.digests
     counters = run.folder.start(earlier or run.flags | {"about": about}, earlier is not None)
     run.learner.adapter.sync()                   # the checkpoint's tensors are in place
     names = {field.name for field in dataclasses.fields(Progress)}

@@ -32,6 +32,7 @@ LARGEST_REWARD = 1e15
 # group: the group's completions. length: the completion's tokens, including its end token.
 # finished: it wasn't cut off.
 ASKED_BY_NAME = "group", "length", "finished"
+SHA256 = {}                                      # module:function -> digest of its file when loaded
 
 
 class Reward:
@@ -42,14 +43,12 @@ class Reward:
     ASKED_BY_NAME get those values. The function returns a number, or a dict of numbers to be
     summed; rewards.grade_rows explains the part `shaping`. NaN leaves the completion out of
     training. No number or sum may exceed LARGEST_REWARD. UserError if the function has other
-    parameters without a default. sha256: of the file, which may change between a run's starts.
+    parameters without a default.
     """
 
     def __init__(self, spec: str):
         self.name = f"--reward {spec}"
         self.function = load_function(spec, "--reward")
-        file = sys.modules[f"user's {spec.partition(':')[0]}"].__file__
-        self.sha256 = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
         signature = inspect.signature(self.function)
         takes_all = inspect.Parameter.VAR_KEYWORD in (
             one.kind for one in signature.parameters.values())               # **kwargs
@@ -121,6 +120,7 @@ def load_function(spec: str, flag: str) -> Callable:
         # Lets the user's file import its neighbors. It goes last, so a learner.py or model.py there
         # never replaces ours.
         sys.path.append(str(path.parent))
+    SHA256[spec] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     try:
         module = load_file(module_name, path)
     except (Exception, SystemExit) as error:
@@ -130,6 +130,16 @@ def load_function(spec: str, flag: str) -> Callable:
     if not callable(function):
         raise UserError(f"{flag} {spec}: {path} has no function {name!r}")
     return function
+
+
+def digests(flags) -> dict[str, str | None]:
+    """reward_sha256 and prompt_style_sha256, for run.json: digests of the files that the functions
+    came from, which may change between a run's starts. None: it isn't the user's, or not loaded.
+
+    flags has --reward and --prompt-style under these names, or neither.
+    """
+    return {f"{name}_sha256": SHA256.get(getattr(flags, name, None))
+            for name in ("reward", "prompt_style")}
 
 
 @cache

@@ -103,3 +103,12 @@ def test_run_folder_may_not_name_code(run_folder, tmp_path, monkeypatch):
     edit(Path(shutil.copytree(run_folder, tmp_path / "stolen")) / "run.json", prompt_style="evil:f")
     error = main(monkeypatch, tmp_path / "stolen", "--question", "1+1?")
     assert error.startswith("python -m tools.chat: ") and "--prompt-style evil:f" in error and "\n" not in error
+
+
+def test_changed_prompt_function_of_a_run_is_named(run_folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text("def ask(problem):\n    return problem['question']\n")
+    monkeypatch.chdir(tmp_path)
+    folder = Path(shutil.copytree(run_folder, tmp_path / "run"))
+    edit(folder / "run.json", prompt_style="mine:ask", about=dict(prompt_style_sha256="0"))
+    assert main(monkeypatch, folder, "--question", "1+1?") is None
+    assert "--prompt-style mine:ask: mine.py differs" in capsys.readouterr().err

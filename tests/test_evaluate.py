@@ -4,6 +4,7 @@ evaluate.py on the tiny model: figures, flags, run folders, rejected input.
 python -m pytest tests/test_evaluate.py -v
 """
 import functools
+import hashlib
 import itertools
 import json
 import signal
@@ -141,9 +142,10 @@ def test_unreadable_golds_are_left_out(tmp_path, run):
 
 def test_nan_reward_becomes_null(run):
     Path("odd.py").write_text("def score(completion, problem):\n"
-                              "    return 2 if problem['id'].endswith('-0') else float('nan')\n")
+                              "    return 20_000_001 if problem['id'].endswith('-0') else float('nan')\n")
     figures = run(*BASIC, "--limit", 3, "--reward", "odd:score", "--out", "a.jsonl")
-    assert figures["mean_reward"] == 2 and [row["reward"] for row in read_rows("a.jsonl")] == [2, None, None]
+    assert figures["mean_reward"] == 20_000_001         # in fp32 it would be even
+    assert [row["reward"] for row in read_rows("a.jsonl")] == [20_000_001, None, None]
 
 
 # -----------------------------------------------------------------------------
@@ -178,6 +180,27 @@ def test_run_sets_flags_and_adapter(tiny_nvfp4, tmp_path, run):
     other = [row["mean_logprob"] for row in read_rows("a.jsonl")]
     asked(run)
     assert all(row["mean_logprob"] != logprob for row, logprob in zip(read_rows("asked.jsonl"), other, strict=True))
+
+
+def test_changed_functions_of_a_run_are_named(tmp_path, run, monkeypatch):
+    text = "def f(completion, problem):\n    return 1\n\ndef ask(problem):\n    return problem['question']\n"
+    for name in ("mine", "other"):
+        Path(f"{name}.py").write_text(text)
+    now = dict.fromkeys(("reward_sha256", "prompt_style_sha256"), hashlib.sha256(text.encode()).hexdigest()[:16])
+    old = dict.fromkeys(now, "0")
+    lines = []
+    monkeypatch.setattr(evaluate, "say", lines.append)
+
+    def told(*flags, about=old, **more):
+        run_folder(tmp_path / "run", reward="mine:f", prompt_style="mine:ask", about=about, **more)
+        lines.clear()
+        asked(run, "--limit", 1, *flags)
+        return [line.partition(" differs")[0] for line in lines if "differs" in line]
+
+    both = ["--reward mine:f: mine.py", "--prompt-style mine:ask: mine.py"]
+    assert told() == both and told(about={}) == told(about=now) == []
+    assert told("--reward", "other:f") == both[1:] and told("--reward", "none", "--prompt-style", "plain") == []
+    assert told(resumed=[now]) == [] and told(about=now, resumed=[old, now | {"reward_sha256": "0"}]) == both[:1]
 
 
 @pytest.mark.parametrize("limit,want", [((), 4), (("--limit", 6), 6), (("--limit", 2), 2)])

@@ -99,7 +99,8 @@ def test_updates_take_disjoint_groups_and_epochs_repeat_them():
 def test_report_combines_a_steps_updates():
     graded = [dict(reward=r, correct=r, format=1, length=2, finished=ends, mean_logprob=-0.5, completion="1")
               for r, ends in ((1.0, True), (0.0, True), (1.0, False), (0.0, True))]
-    rows = [Row([1], [2, 3], torch.full((2,), -0.5), True, graded=found) for found in graded]
+    rows = [Row([1], [2, 3], torch.full((2,), -0.5), True, graded=found | {"parts": {"big": 20_000_001.0}})
+            for found in graded]
     rollouts = Rollouts(rows, seconds=2.0, computed=10)
     nothing = Update({}, 0.0, lr=0.2)
     updates = [nothing, some_update(2.0, 1.0), some_update(4.0, 3.0), nothing]
@@ -108,6 +109,7 @@ def test_report_combines_a_steps_updates():
     assert metrics["rollout_is_max"] == pytest.approx(2) and metrics["entropy"] == 3
     assert (metrics["clip_ratio_high"], metrics["grad_norm"], metrics["lr"]) == (3, 3, 0.2)
     assert (metrics["groups"], metrics["informative"], metrics["tokens_per_s"]) == (1, 1, 4)
+    assert metrics["reward_big"] == 20_000_001                          # in fp32 it would be even
     assert metrics["truncated"] == 0.25 and metrics["idle"] == pytest.approx(0.2)       # 10 computed, 8 kept
     assert metrics["sampler_entropy"] == 0.5                            # over all rows, even uninformative ones
     unmeasured = train_py.report(Rollouts(rows), torch.ones(4).bool(), weights, updates, group_size=2)
@@ -319,6 +321,8 @@ def test_custom_reward_sees_all_fields_and_needs_no_gold(runs):
     levels = "--reward", "my_rewards:levels"
     runs.run("levels", *CUSTOM, *levels, "--steps", "1", "--prompts-per-step", "8")
     samples, (metrics,) = runs.rows("levels"), runs.metrics("levels")
+    about = json.loads((runs.folder / "levels" / "run.json").read_text())["about"]
+    assert about["prompt_style_sha256"] == about["reward_sha256"] is not None            # of the same file
     for row in samples:
         i = int(row["question"][:-1])
         assert row["parts"] == {"level": i % 3, "group": 4, "correct": i % 2}      # every answer ends with ""
