@@ -110,6 +110,23 @@ def stop_on_signal(number: int, frame: object = None) -> None:
     raise Stopped(f"stopped by {signal.Signals(number).name}", CONTINUE)
 
 
+def ignore_signal(number: int, frame: object = None) -> None:
+    """A signal handler that forked processes don't keep, unlike SIG_IGN."""
+
+
+def let_signals_end_child() -> None:
+    """Restores a forked process's signals, so that a --reward's timeout can terminate it even in a
+    long call, and without a traceback. A user's own handlers stay.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) in (stop_on_signal, ignore_signal):
+            signal.signal(number, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):                              # not on Windows
+    os.register_at_fork(after_in_child=let_signals_end_child)
+
+
 @contextmanager
 def one_line(save: Callable[[str], str] | None = None) -> Iterator[None]:
     """A context in which everything but a bug ends the program with one line and code 1:
@@ -138,7 +155,7 @@ def one_line(save: Callable[[str], str] | None = None) -> Iterator[None]:
             # torchrun repeats its SIGTERM. From here on, only SIGKILL can interrupt the save;
             # torchrun sends it after 30 seconds.
             for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, ignore_signal)
             saved = save(then)
         why = reason(error)
         who = program() if RANK == 0 else f"{program()}: rank {RANK}"

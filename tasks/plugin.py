@@ -14,9 +14,11 @@ someone else's run.json could name a file next to it.
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -93,13 +95,33 @@ def call_users(name: str, function: Callable, what: str, *arguments: object,
     name, what: the flag and the problem, for messages. A call that never returns isn't interrupted.
     """
     try:
-        return function(*arguments, **named)
+        with forks_end_here():
+            return function(*arguments, **named)
     except (KeyboardInterrupt, Stopped):         # a signal during the call
         raise
     except BaseException as error:               # asyncio.CancelledError is not an Exception
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise Stopped(f"{name}: {type(error).__name__}: {first_line(error)} at {at.filename}:"
                       f"{at.lineno} ({what})") from None
+
+
+@contextmanager
+def forks_end_here() -> Iterator[None]:
+    """A context for users' code. A process that this code forks ends where it would leave the
+    context, and otherwise go on training or save: with the code of its sys.exit(), 0 if it returns,
+    or 1 after a traceback.
+    """
+    parent = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != parent:
+            error = sys.exc_info()[1]
+            code = error.code if isinstance(error, SystemExit) else error
+            if not isinstance(code, int | None):
+                traceback.print_exc()
+                code = 1
+            os._exit(code or 0)                  # the exit handlers are the parent's
 
 
 def load_function(spec: str, flag: str) -> Callable:
@@ -152,5 +174,6 @@ def load_file(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user's {name}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with forks_end_here():
+        spec.loader.exec_module(module)
     return module

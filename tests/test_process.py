@@ -64,6 +64,36 @@ with env.one_line():
     assert run(cwd=tmp_path, code=code) == ((1, "-c: stopped by SIGHUP\n") if stop else (0, "continues\n"))
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no fork")
+def test_signals_end_forked_process_quietly_also_during_a_save(tmp_path):
+    code = """
+import env, multiprocessing, signal
+def end_children(then=None):
+    for number in env.SIGNALS:
+        child = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=[number])
+        child.start()
+        child.join()
+        print(child.exitcode)
+with env.one_line(end_children):
+    end_children()
+    raise SystemExit
+"""
+    ends = "".join(f"{-number}\n" for number in env.SIGNALS)
+    assert run(cwd=tmp_path, code=code) == (0, ends * 2)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no fork")
+@pytest.mark.parametrize("end,status", [("sys.exit(3)", 3), ("0.0", 0)])
+def test_process_forked_by_users_code_ends_there(tmp_path, end, status):
+    (tmp_path / "forks.py").write_text(f"""
+import os, sys
+def f():
+    return os.waitpid(child, 0)[1] >> 8 if (child := os.fork()) else {end}
+""")
+    code = "from tasks.plugin import *\nprint(call_users('', load_function('forks:f', ''), ''))"
+    assert run(cwd=tmp_path, code=code) == (0, f"{status}\n")
+
+
 # -----------------------------------------------------------------------------
 # Wrong input
 
