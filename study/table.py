@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import mean, stdev, variance
 
 FOLDER = Path(__file__).parent
-FEW = 5
+FEW, LISTED = 5, 7
 # 97.5% quantiles of Student's t by degrees of freedom f: linear in between, 1.96 + 2.5 / f from 15 on.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -101,7 +101,7 @@ def line_of(found: dict) -> str:
     if found["other_seeds"]:
         line += f" about {found['welch_mean']:+.2f}"
     line += f"; {len(differences)} seeds"
-    if len(differences) < FEW:
+    if len(differences) < LISTED:
         line += ": " + ", ".join(f"{one:+.2f}" for one in differences)
     return line
 
@@ -142,7 +142,7 @@ def main() -> None:
                 before = [float(row[f"{kind}_before"]) for row in rows if row[f"{kind}_before"]]
                 start = f"{mean(before):.1f} -> " if before else ""
                 after = [float(row[kind]) for row in rows]
-                each = " (" + ", ".join(f"{one:.1f}" for one in after) + ")" if len(after) < FEW else ""
+                each = " (" + ", ".join(f"{one:.1f}" for one in after) + ")" if len(after) < LISTED else ""
                 parts.append(f"{kind} {start}{mean(after):.1f}{each}")
         row = next(iter(arm.values()))
         steps = "-".join(sorted({row["steps"] for row in arm.values()}, key=int))

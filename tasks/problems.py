@@ -272,12 +272,13 @@ def most_again(n: int, size: int, replay: float) -> int:
     """How many of a step's `size` problems out of n may be asked again. 0 if all n come as new ones
     within WAIT steps or so, which leaves none to ask again.
     """
-    return int(size * replay + 1e-9) if n > WAIT // 2 * size else 0
+    return min(int(size * replay + 1e-9), size - 1) if n > WAIT // 2 * size else 0
 
 
 def requeue(queue: list, chosen: list[int], split: list[bool], step: int, size: int) -> list:
     """The queue of choose_problems() after a step that asked `chosen`: [step, number] each, the
-    earliest first. split: whether the rewards of each differed.
+    earliest first. split: whether the rewards of each differed. It keeps the last WAIT * size: the
+    others wait for the next epoch.
     """
     waiting = [one for one in queue if one[1] not in chosen]
     waiting += [[step, number] for number in dict.fromkeys(compress(chosen, split))]

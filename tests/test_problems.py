@@ -236,6 +236,7 @@ def test_replay_by_hand():
     ready = [number for number in asked if number not in upcoming][:2]
     assert choose_problems(20, 0, 4, 19, queue, 10, 0.5) == (ready, upcoming[:4 - len(ready)])
     assert choose_problems(20, 0, 4, 19, queue, 10, 0.0) == ([], upcoming)
-    assert [most_again(*case) for case in ((16, 4, 0.5), (17, 4, 0.5), (900, 100, 0.29))] == [0, 2, 29]
+    cases = (16, 4, 0.5), (17, 4, 0.5), (900, 100, 0.29), (900, 4, 1 - 1e-10)
+    assert [most_again(*case) for case in cases] == [0, 2, 29, 3]
     assert requeue([[1, 6], [2, 3]], [6, 7, 8, 8], [True, False, True, True], 10, 4) == [[2, 3], [10, 6], [10, 8]]
     assert requeue([[0, n] for n in range(16)], [20], [True], 9, 2) == [[0, n] for n in range(1, 16)] + [[9, 20]]
