@@ -25,7 +25,14 @@ from files import UserError, counted, first_line, json_line, read_run_json, writ
 from harness import config, console, memory
 from harness.config import add_flag, number
 from harness.setup import choose_device, open_model
-from prompts import Tokenizer, digest_of, encode_prompts, prompt_function, readable_problems, split_problems
+from prompts import (
+    Tokenizer,
+    digest_of,
+    encode_prompts,
+    prompt_function,
+    readable_problems,
+    split_problems,
+)
 from ranks import WORLD, say
 from sampler import Row, Sampler, Sampling
 from tasks import plugin

@@ -11,8 +11,8 @@ updates `master` in fp32. The model computes with matrices rounded to bf16, whic
 where the sampler's CUDA graphs read them; norms and biases are small and stay fp32. A CPU computes
 in fp32 with the same bf16 numbers. A saved folder is therefore the model that sampled, bit for bit.
 
-Norms and biases get their gradients from autograd as they are, matrices through rounded(). (On a GPU,
-fast/backward.py adds the matrices' in place.)
+Norms and biases get their gradients from autograd as they are, matrices through rounded(). (On a
+GPU, fast/backward.py adds the matrices' in place.)
 
 Memory: 18 bytes per parameter (master, gradient and two moments in fp32, the bf16 copy).
 

@@ -327,15 +327,14 @@ def read_settings(argv: list | None = None) -> tuple[Settings, dict | None]:
     values |= named
     if values["adapter"] and not resume:
         values |= shape_of(values["adapter"], given)
-    for name, value in given.items():
-        if name in ("sigma_end", "noise_stages", "noise_schedule") and not values["sigma_start"]:
-            why = "noise is off, set --sigma-start"
-        elif name in ("lora_rank", "lora_alpha") and values["train"] == "full":
-            why = "--train full has no adapter"
-        else:
-            continue
-        if not resume:
-            raise UserError(f"{option(name)} {value} has no effect: {why}")
+    idle = {}                                    # flag -> why it would have no effect
+    if not values["sigma_start"]:
+        idle |= dict.fromkeys(("sigma_end", "noise_stages", "noise_schedule"),
+                              "noise is off, set --sigma-start")
+    if values["train"] == "full":
+        idle |= dict.fromkeys(("lora_rank", "lora_alpha"), "--train full has no adapter")
+    for name in sorted(idle.keys() & given.keys()) if not resume else ():
+        raise UserError(f"{option(name)} {given[name]} has no effect: {idle[name]}")
     # Absolute, since a user's function may change the working directory.
     settings = Settings(**values | {"out": str(run_folder(values).absolute())})
     check_together(settings)

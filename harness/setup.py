@@ -112,9 +112,10 @@ def prepare(settings: Settings, earlier: dict | None) -> Run:
     folder.check_length(settings.max_prompt_tokens + settings.max_new_tokens)
     tokenizer = Tokenizer(folder.path, settings.thinking)
     problems, held_out = split_problems(settings, tokenizer)
-    if settings.replay and not most_again(len(problems), settings.prompts_per_step, settings.replay):
-        raise UserError(f"--replay {settings.replay}: with {settings.prompts_per_step} of "
-                        f"{len(problems)} problems per step, none would be asked again")
+    size = settings.prompts_per_step
+    if settings.replay and not most_again(len(problems), size, settings.replay):
+        raise UserError(f"--replay {settings.replay}: with {size} of {len(problems)} problems per "
+                        "step, none would be asked again")
     claim(out, earlier is not None)              # so no other run writes there
     console.greet(settings, problems, held_out, device)
     join_ranks(device)

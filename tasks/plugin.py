@@ -108,8 +108,8 @@ def call_users(name: str, function: Callable, what: str, *arguments: object,
 @contextmanager
 def forks_end_here() -> Iterator[None]:
     """A context for users' code. A process that this code forks ends where it would leave the
-    context, and otherwise go on training or save: with the code of its sys.exit(), 0 if it returns,
-    or 1 after a traceback.
+    context, instead of training on or saving: with the code of its sys.exit(), with 0 if it
+    returns, or with 1 after a traceback.
     """
     parent = os.getpid()
     try:
@@ -158,7 +158,7 @@ def digests(flags) -> dict[str, str | None]:
     """reward_sha256 and prompt_style_sha256, for run.json: digests of the files that the functions
     came from, which may change between a run's starts. None: it isn't the user's, or not loaded.
 
-    flags has --reward and --prompt-style under these names, or neither.
+    flags: has --reward and --prompt-style as `reward` and `prompt_style`, or lacks one.
     """
     return {f"{name}_sha256": SHA256.get(getattr(flags, name, None))
             for name in ("reward", "prompt_style")}

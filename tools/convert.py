@@ -67,6 +67,7 @@ def write_merged(args: argparse.Namespace) -> None:
     print(f"{args.out}: {settings.model} ({settings.base}) with {adapter}, in bf16")
 
 
+# Flags of nvfp4 --calibrate alone, with their defaults.
 CALIBRATION = dict(calibrate=None, data="gsm8k", prompt_style="boxed", thinking="off", seed=0)
 
 
